@@ -1,0 +1,51 @@
+"""Trains a Keras model inside a memory budget that it does not fit in.
+
+Names are imported when they are first used: planning runs in processes that must not load TensorFlow.
+"""
+
+import importlib
+
+from checkmate_tf._version import __version__
+from checkmate_tf.errors import (
+    BudgetError,
+    CheckmateError,
+    InfeasibleBudget,
+    ModelError,
+    NoScheduleFound,
+    OptionError,
+)
+
+_LAZY = {
+    "Report": "checkmate_tf.reporting",
+    "MinimumBudget": "checkmate_tf.api",
+    "compile": "checkmate_tf.api",
+    "function": "checkmate_tf.api",
+    "minimum_budget": "checkmate_tf.api",
+    "report": "checkmate_tf.api",
+    "reserve": "checkmate_tf.api",
+    "restore": "checkmate_tf.api",
+    "strategies": "checkmate_tf.api",
+}
+
+__all__ = [
+    "BudgetError",
+    "CheckmateError",
+    "InfeasibleBudget",
+    "ModelError",
+    "NoScheduleFound",
+    "OptionError",
+    "__version__",
+    *_LAZY,
+]
+
+
+def __getattr__(name: str):
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted(__all__)

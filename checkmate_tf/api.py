@@ -1,0 +1,246 @@
+"""The public functions: wiring only."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Mapping
+
+import keras
+
+from checkmate_tf import solvers
+from checkmate_tf.budget import Budget, parse
+from checkmate_tf.errors import ModelError, OptionError
+from checkmate_tf.keras import train_step
+from checkmate_tf.keras.custom_step import PlannedFunction
+from checkmate_tf.lowering import rehearse
+from checkmate_tf.pipeline import Settings
+from checkmate_tf.progress import progress
+from checkmate_tf.reporting import Report
+
+
+def compile(
+    model: keras.Model,
+    budget: Budget,
+    *,
+    input_spec=None,
+    strategy: str = "auto",
+    time_limit_s: float = 60.0,
+    implementations: str = "exact",
+    cost_model: str = "profile",
+    cache_dir: str | os.PathLike | None = None,
+    verbose: bool | str = "auto",
+) -> keras.Model:
+    """Makes a compiled Keras model train inside a memory budget, with the same gradients.
+
+    The training step is planned once per batch signature: at once when `input_spec` is given, else
+    when `fit` or `train_on_batch` shows the first batch. `evaluate`, `predict` and `save` are not
+    touched. `restore` undoes it.
+
+    Args:
+        model: Compiled, with an optimizer.
+        budget: What the device's allocator may hand out at most, everything included: bytes, a
+            size such as "4GiB", a fraction in (0, 1] of the unmodified step's predicted peak, or
+            "auto" (what the device has, less a reserve).
+        input_spec: A batch as `fit` sees it, (x, y) or (x, y, sample_weight), as (nested) tf.TensorSpec
+            with every dimension.
+        strategy: One of `strategies()`.
+        time_limit_s: Seconds to search for a schedule.
+        implementations: "exact": the ops that the model uses, unchanged.
+        cost_model: "profile": each distinct op is measured on the device.
+        cache_dir: Folder for measured ops; by default in the user's cache folder.
+        verbose: Whether to show progress; "auto": on a terminal.
+
+    Returns:
+        The same model.
+
+    Raises:
+        BudgetError, ModelError, OptionError: An argument means nothing; the message says what to do.
+        InfeasibleBudget: No schedule meets the budget, proven.
+        NoScheduleFound: None was found in time.
+
+    References:
+        Jain et al., Checkmate, MLSys 2020.
+    """
+    train_step.attach(
+        model, _settings(budget, strategy, time_limit_s, implementations, cost_model, cache_dir, verbose), input_spec
+    )
+    return model
+
+
+def function(
+    step: Callable,
+    budget: Budget,
+    *,
+    input_spec,
+    strategy: str = "auto",
+    time_limit_s: float = 60.0,
+    implementations: str = "exact",
+    cost_model: str = "profile",
+    cache_dir: str | os.PathLike | None = None,
+    verbose: bool | str = "auto",
+) -> PlannedFunction:
+    """Makes any training step written with tf.GradientTape run inside a memory budget.
+
+    For custom loops, models with several optimizers, GANs. The step is planned now, for the one
+    signature that `input_spec` describes. Arguments of another signature run the unmodified step,
+    which the report notes. Variables that the step makes when it first runs are made now.
+
+    Args:
+        step: Python function or tf.function. Its arguments and results are (nested) tensors; it
+            updates variables, by an optimizer or by assignment.
+        budget: As for `compile`.
+        input_spec: Tuple with one entry per positional argument of the step: (nested) tf.TensorSpec
+            with every dimension.
+        strategy: As for `compile`; likewise all that follow.
+        time_limit_s: Seconds to search for a schedule.
+        implementations: "exact".
+        cost_model: "profile".
+        cache_dir: Folder for measured ops.
+        verbose: Whether to show progress.
+
+    Returns:
+        What is called as `step` is, with a method `report()`.
+
+    Raises:
+        BudgetError, ModelError, OptionError: An argument means nothing; the message says what to do.
+        InfeasibleBudget: No schedule meets the budget, proven.
+        NoScheduleFound: None was found in time.
+
+    Example:
+        >>> def step(x, y):
+        ...     with tf.GradientTape() as tape:
+        ...         loss = loss_fn(y, net(x, training=True))
+        ...     weights = net.trainable_variables
+        ...     optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        ...     return loss
+        >>> step = checkmate_tf.function(step, "2GiB", input_spec=(x_spec, y_spec))
+        >>> for x, y in dataset:
+        ...     loss = step(x, y)
+    """
+    return PlannedFunction(
+        step, _settings(budget, strategy, time_limit_s, implementations, cost_model, cache_dir, verbose), input_spec
+    )
+
+
+def reserve(size: int | str, *, device: str = "CPU:0") -> None:
+    """Makes a CPU's allocator take its memory as one block, as a GPU's does. Call it before building the model.
+
+    TensorFlow's CPU allocator otherwise grows by regions that double and never merge; between them a
+    tensor can count as up to twice its size, which costs planned steps several percent of their
+    budget. The block is address space only until it is used.
+
+    Args:
+        size: At least what training will take: bytes, or a size such as "8GiB".
+        device: Device whose allocator is meant. Does nothing on a GPU, whose memory is one block already.
+
+    Raises:
+        BudgetError: `size` is no size.
+        CheckmateError: There is no room for the block.
+    """
+    nbytes = parse(size, plain_peak_bytes=None, device_bytes=None)
+    if "CPU" in device.upper():
+        rehearse.reserve(nbytes, device=device)
+
+
+def restore(model: keras.Model) -> keras.Model:
+    """Gives a model back its own training step. Returns the same model."""
+    train_step.detach(model)
+    return model
+
+
+def report(model: keras.Model) -> Report:
+    """What was promised and measured for a model that `compile` planned.
+
+    Raises:
+        ModelError: The model was not given to `compile`.
+    """
+    training = train_step.planned_training(model)
+    if training is None:
+        raise ModelError("the model is not planned: call checkmate_tf.compile(model, budget) first.")
+    return training.report()
+
+
+@dataclasses.dataclass(frozen=True)
+class MinimumBudget:
+    """The smallest budget that some schedule was found to meet.
+
+    Attributes:
+        budget_bytes: What `compile` takes; the device's allocator stays within it.
+        bottleneck: Name of the op at which the peak is reached.
+        predicted_overhead: Cost of that schedule / cost of running every op once.
+        phases_s: Seconds of trace, profile and solve.
+    """
+
+    budget_bytes: int
+    bottleneck: str
+    predicted_overhead: float
+    phases_s: Mapping[str, float]
+
+
+def minimum_budget(
+    model: keras.Model,
+    input_spec,
+    *,
+    cache_dir: str | os.PathLike | None = None,
+    verbose: bool | str = "auto",
+) -> MinimumBudget:
+    """Finds the smallest budget that the model can train in. The model is left as it was.
+
+    Args:
+        model: Compiled, with an optimizer.
+        input_spec: (x, y) or (x, y, sample_weight) as (nested) tf.TensorSpec with every dimension.
+        cache_dir: Folder for measured ops; by default in the user's cache folder.
+        verbose: Whether to show progress; "auto": on a terminal.
+
+    Raises:
+        ModelError, OptionError: An argument means nothing; the message says what to do.
+    """
+    settings = _settings(1, "auto", 60.0, "exact", "profile", cache_dir, verbose)
+    phases_s: dict[str, float] = {}
+    least = train_step.minimum(model, settings, input_spec, phases_s)
+    return MinimumBudget(least.peak_bytes, least.bottleneck, least.overhead, phases_s)
+
+
+def strategies() -> tuple[str, ...]:
+    """The names that `strategy=` takes, the default first."""
+    return solvers.names()
+
+
+def _settings(budget, strategy, time_limit_s, implementations, cost_model, cache_dir, verbose) -> Settings:
+    """Checks the options.
+
+    Raises:
+        BudgetError, OptionError: Naming the option and what it takes.
+    """
+    if strategy not in solvers.names():
+        raise OptionError(f"strategy must be one of {', '.join(solvers.names())}; got {strategy!r}.")
+    if isinstance(time_limit_s, bool) or not isinstance(time_limit_s, (int, float)) or not time_limit_s > 0:
+        raise OptionError(f"time_limit_s must be a positive number of seconds; got {time_limit_s!r}.")
+    if implementations != "exact":
+        raise OptionError(f'implementations must be "exact"; got {implementations!r}.')
+    if cost_model != "profile":
+        raise OptionError(f'cost_model must be "profile"; got {cost_model!r}.')
+    parse(budget, plain_peak_bytes=1 << 60, device_bytes=1 << 60)  # only to refuse what no budget looks like
+    return Settings(
+        budget=budget,
+        strategy=strategy,
+        time_limit_s=min(float(time_limit_s), 1e9) if math.isfinite(time_limit_s) else 1e9,
+        cache_dir=_folder(cache_dir),
+        on_progress=progress(verbose),
+    )
+
+
+def _folder(cache_dir) -> str:
+    if cache_dir is None:
+        return default_cache_dir()
+    if not isinstance(cache_dir, str | os.PathLike):
+        raise OptionError(f"cache_dir must be the path of a folder; got {cache_dir!r}.")
+    return os.fspath(cache_dir)
+
+
+def default_cache_dir() -> str:
+    """The user's cache folder for measured ops."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(root, "checkmate_tf")

@@ -1,0 +1,1 @@
+"""Published heuristics to compare with and to start from."""

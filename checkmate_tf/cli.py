@@ -1,0 +1,35 @@
+"""The command line: `checkmate-tf`, also `python -m checkmate_tf`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from checkmate_tf._version import __version__
+from checkmate_tf.commands import train
+from checkmate_tf.errors import CheckmateError
+
+_COMMANDS = (train,)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: Arguments; the process's own by default.
+
+    Returns:
+        Exit status: 0 when all went as the command expects, 1 when it did not, 2 for input that cannot be used.
+    """
+    parser = argparse.ArgumentParser(prog="checkmate-tf", description="Train Keras models inside a memory budget.")
+    parser.add_argument("--version", action="version", version=f"checkmate_tf {__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="command")
+    for command in _COMMANDS:
+        command.add_parser(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except (CheckmateError, ImportError, OSError) as error:
+        print(f"checkmate-tf: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2

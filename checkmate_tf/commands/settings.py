@@ -1,0 +1,99 @@
+"""What one training run is given and what came of it; both travel between processes as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from checkmate_tf.budget import Budget
+
+TRAINED = "trained"
+OUT_OF_MEMORY = "out of memory"
+FAILED = "failed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A training run.
+
+    Attributes:
+        model: Name in keras.applications.
+        budget: As the user gave it.
+        batch_size: Images per step.
+        image_size: Pixels per side.
+        steps: Steps that are measured.
+        data: Name in sample_data.CLASSES.
+        optimizer: Name in keras.optimizers.
+        strategy: Name in checkmate_tf.strategies().
+        time_limit_s: For the solver.
+        seed: Of weights and batches.
+        warm_up: Steps that are trained before those that are measured.
+        limit_mib: Hard limit of the allocator; None for what the device has.
+    """
+
+    model: str
+    budget: Budget
+    batch_size: int = 32
+    image_size: int = 224
+    steps: int = 10
+    data: str = "photographs"
+    optimizer: str = "sgd"
+    strategy: str = "auto"
+    time_limit_s: float = 60.0
+    seed: int = 0
+    warm_up: int = 2
+    limit_mib: int | None = None
+
+    def title(self) -> str:
+        """One line that says what is trained."""
+        size = f"{self.image_size}x{self.image_size}"
+        return (
+            f"{self.model}, {self.batch_size} {self.data} of {size} per step, {self.optimizer}: "
+            f"{self.steps} steps after {self.warm_up} of warm-up"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of a training run. What was not measured is None.
+
+    Attributes:
+        outcome: TRAINED, OUT_OF_MEMORY or FAILED.
+        message: Why, when it did not train.
+        peak_bytes: The allocator's highest peak in the measured steps.
+        step_s: Median time of the measured steps.
+        losses: Of each step, warm-up included.
+        budget_bytes: Of a planned run.
+        overhead: Of a planned run, as its report has it.
+        gap: Of a planned run, as its report has it.
+        report: Of a planned run, as `Report.to_json` writes it but without schedule and timelines.
+    """
+
+    outcome: str
+    message: str = ""
+    peak_bytes: int | None = None
+    step_s: float | None = None
+    losses: tuple[float, ...] = ()
+    budget_bytes: int | None = None
+    overhead: float | None = None
+    gap: float | None = None
+    report: dict[str, Any] | None = None
+
+    @property
+    def trained(self) -> bool:
+        """All steps were run."""
+        return self.outcome == TRAINED
+
+    @property
+    def within_budget(self) -> bool:
+        """All steps were run, and their measured peak is at most the budget."""
+        known = self.peak_bytes is not None and self.budget_bytes is not None
+        return self.trained and known and self.peak_bytes <= self.budget_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,142 @@
+"""`checkmate-tf train`: plain Keras and the planned step side by side, on real images."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from checkmate_tf import budget as budgets
+from checkmate_tf import sample_data
+from checkmate_tf.commands.settings import Settings
+from checkmate_tf.commands.tables import comparison, expectations
+from checkmate_tf.errors import BudgetError
+
+JSON_FORMAT = "checkmate_tf.train"
+JSON_VERSION = 1
+
+_DESCRIPTION = """\
+Trains a keras.applications model, from random weights, on small real images that ship inside scikit-learn: first
+in plain Keras, then in the same process with its training step planned to fit the budget. Both start from the same
+weights and see the same batches. Ends with a table of both. Their losses start equal; the order of additions differs,
+so float rounding grows from step to step.
+
+With --wall, each runs in a process of its own whose allocator has a hard limit just above the budget: plain Keras
+is expected to run out of memory there, and the planned step to train.
+"""
+_EPILOG = """\
+Exit status: 0 when the planned step trained within the budget (with --wall: and plain Keras ran out of memory at the
+limit); 1 when not; 2 when the input cannot be used.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declares the command and its options."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a keras.applications model on real images under a budget, beside plain Keras",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="MobileNet", help="name in keras.applications (default: %(default)s)")
+    add("--budget", type=_budget, default=0.5, help="0.5 (of the plain peak), 800MB, 4GiB or auto (default: 0.5)")
+    add("--batch-size", type=_positive, default=32, metavar="N", help="images per step (default: %(default)s)")
+    add("--image-size", type=_positive, default=224, metavar="N", help="pixels per side (default: %(default)s)")
+    add("--steps", type=_positive, default=10, metavar="N", help="measured steps, after 2 of warm-up (default: 10)")
+    add("--data", choices=sorted(sample_data.CLASSES), default="photographs", help="images (default: %(default)s)")
+    add("--optimizer", default="sgd", help="name in keras.optimizers (default: %(default)s)")
+    add("--strategy", default="auto", help="how to plan; see checkmate_tf.strategies() (default: %(default)s)")
+    add("--time-limit", type=_not_negative, default=60.0, metavar="S", help="seconds for the solver (default: 60)")
+    add("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    add("--wall", action="store_true", help="run both at a hard allocator limit just above the budget")
+    add(
+        "--wall-margin",
+        type=_not_negative,
+        default=0.1,
+        metavar="PART",
+        help="the hard limit is the budget and this part more, because the limit counts the allocator's free but "
+        "fragmented memory too (default: %(default)s)",
+    )
+    add("--json", type=Path, metavar="OUT", help="also write the results to this file")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Raises:
+        CheckmateError: The input cannot be used; the message says why.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's own start-up notes
+    settings = Settings(
+        model=args.model,
+        budget=args.budget,
+        batch_size=args.batch_size,
+        image_size=args.image_size,
+        steps=args.steps,
+        data=args.data,
+        optimizer=args.optimizer,
+        strategy=args.strategy,
+        time_limit_s=args.time_limit,
+        seed=args.seed,
+    )
+    if args.wall:
+        from checkmate_tf.commands import wall
+
+        results = wall.run(settings, args.wall_margin)
+    else:
+        results = side_by_side(settings)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"format": JSON_FORMAT, "version": JSON_VERSION, **results}, indent=2))
+    return 0 if all(results["expected"].values()) else 1
+
+
+def side_by_side(settings: Settings) -> dict:
+    """Trains both in this process and prints the table.
+
+    Returns:
+        Everything that was measured, as JSON takes it.
+    """
+    from checkmate_tf.commands import steps
+
+    print(settings.title(), flush=True)
+    plain, planned = steps.run_both(settings)
+    print("\n".join(comparison(plain, planned)))
+    expected = {"the planned step trains": planned.trained, "its peak is within the budget": planned.within_budget}
+    print("\n".join(expectations(expected)))
+    return {
+        "settings": settings.to_dict(),
+        "plain": plain.to_dict(),
+        "planned": planned.to_dict(),
+        "expected": expected,
+        "environment": steps.environment(),
+    }
+
+
+def _budget(text: str) -> budgets.Budget:
+    try:
+        value: budgets.Budget = float(text)
+    except ValueError:
+        value = text
+    try:
+        budgets.parse(value, plain_peak_bytes=1 << 60, device_bytes=1 << 60)
+    except BudgetError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {value}")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0; got {text}")
+    return value

@@ -1,0 +1,1 @@
+"""Graphs, schedules, plans, their simulation and their check. NumPy only."""

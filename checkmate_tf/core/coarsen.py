@@ -1,0 +1,284 @@
+"""From ops to the nodes that a solver plans, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from checkmate_tf.core.graph import Graph
+from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.errors import GraphError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Coarse:
+    """A planning graph over an OpGraph whose op order is the order of execution.
+
+    Attributes:
+        graph: The nodes.
+        groups: For each node, its ops in order. A node's value is the output of its last op.
+        op_graph: The step that was coarsened.
+    """
+
+    graph: Graph
+    groups: tuple[tuple[int, ...], ...]
+    op_graph: OpGraph
+
+    def op_sequence(self, node_sequence: Sequence[int]) -> list[int]:
+        """Expands a sequence of nodes to ops: the map back from a solver's schedule to the step.
+
+        Ops outside all nodes are cheap and small: each runs once, at its place in op order. Aliases
+        run when they are read, and again where the storage that they rename was computed anew.
+        Updates wait for the last recomputation that reads the variable.
+
+        Args:
+            node_sequence: Node indices in order of execution; repeats are recomputations. Those behind
+                the last first run serve nothing and are left out.
+
+        Raises:
+            GraphError: A node never runs.
+        """
+        first_run = np.ones(self.graph.n, dtype=bool)
+        node_of = {op: k for k, group in enumerate(self.groups) for op in group}
+        extra: dict[int, list[int]] = {}  # node -> nodes recomputed before it
+        pending: list[int] = []
+        for node in node_sequence:
+            if first_run[node]:
+                first_run[node] = False
+                extra[node], pending = pending, []
+            else:
+                pending.append(node)
+        if first_run.any():
+            raise GraphError(f"node {self.graph.names[int(first_run.argmax())]} never runs.")
+        emitter = _Emitter(self.op_graph)
+        started: set[int] = set()
+        for op in range(self.op_graph.n):
+            node = node_of.get(op)
+            if node is not None and node not in started:
+                started.add(node)
+                for again in extra[node]:
+                    for member in self.groups[again]:
+                        emitter.emit(member)
+            if not emitter.runs_when_read(op):
+                emitter.emit(op)
+        emitter.renew(emitter.returned)
+        return delay_updates(self.op_graph, emitter.sequence)
+
+
+class _Emitter:
+    """Appends ops to a sequence, with the aliases that have to be renewed before them."""
+
+    def __init__(self, graph: OpGraph):
+        self.sequence: list[int] = []
+        self._graph = graph
+        self._runs = [0] * graph.n
+        self._seen: dict[int, list[int]] = {}  # alias op -> runs of the renamed storage's ops when the alias last ran
+        self._is_alias = graph.is_alias.tolist()
+        self._producer = graph.producer.tolist()
+        self.returned = [self._producer[t] for t in graph.results]
+        self._read = {self._producer[t] for inputs in graph.inputs for t in inputs}.union(
+            self.returned, *graph.controls
+        )
+        self._roots = [
+            {self._producer[graph.storage[t]] for t in graph.outputs[op]} - {op} if self._is_alias[op] else set()
+            for op in range(graph.n)
+        ]
+
+    def emit(self, op: int) -> None:
+        self.renew([*(self._producer[t] for t in self._graph.inputs[op]), *self._graph.controls[op]])
+        self.sequence.append(op)
+        self._runs[op] += 1
+        if self._roots[op]:
+            self._seen[op] = self._runs_of_roots(op)
+
+    def runs_when_read(self, op: int) -> bool:
+        """Whether an op renames storage for a later op, so that its own place means nothing."""
+        return bool(self._roots[op]) and op in self._read
+
+    def renew(self, ops: Sequence[int]) -> None:
+        """Runs the aliases among these ops that have not run since the storage that they rename was computed."""
+        for op in ops:
+            if self._roots[op] and self._seen.get(op) != self._runs_of_roots(op):
+                self.emit(op)
+
+    def _runs_of_roots(self, op: int) -> list[int]:
+        return [self._runs[root] for root in self._roots[op]]
+
+
+def delay_updates(graph: OpGraph, sequence: list[int]) -> list[int]:
+    """Moves each op with side effects behind the last run of every op that it must wait for.
+
+    A variable that is updated while an earlier read of it is still needed would be copied. Ops
+    that depend on a delayed op move with it.
+    """
+    last_run = {op: k for k, op in enumerate(sequence)}
+    late = {
+        op for op in np.flatnonzero(graph.once).tolist() if any(last_run[c] > last_run[op] for c in graph.controls[op])
+    }
+    if not late:
+        return sequence
+    return [sequence[step] for step in _earliest_first(_waits(graph, sequence, late, last_run))]
+
+
+def _waits(graph: OpGraph, sequence: list[int], late: set[int], last_run: dict[int, int]) -> list[set[int]]:
+    """For each step, the steps that it must follow: those that it reads or waits for, all reruns for a late op."""
+    latest: dict[int, int] = {}
+    waits = []
+    for step, op in enumerate(sequence):
+        follows = {latest[d] for d in graph.deps[op] if d in latest}
+        if op in late:
+            follows |= {last_run[c] for c in graph.controls[op]}
+        latest[op] = step
+        waits.append(follows)
+    return waits
+
+
+def _earliest_first(waits: list[set[int]]) -> list[int]:
+    """Steps in a topological order, the lowest number first.
+
+    Op order is topological, so every wait is for an op of a lower number and there is no cycle.
+    """
+    missing = [len(w) for w in waits]
+    users: list[list[int]] = [[] for _ in waits]
+    for step, follows in enumerate(waits):
+        for before in follows:
+            users[before].append(step)
+    ready = [step for step, count in enumerate(missing) if not count]
+    order = []
+    while ready:
+        step = heapq.heappop(ready)
+        order.append(step)
+        for user in users[step]:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, user)
+    return order
+
+
+def coarsen(graph: OpGraph, costs: Costs, *, small_bytes: int, fixed_bytes: int) -> Coarse:
+    """Makes a planning graph of the ops that matter for memory.
+
+    A node is an op that allocates at least `small_bytes`, or a gradient op that reads such storage.
+    Forward chains in which each op takes over its predecessor's storage become one node. Values
+    below `small_bytes` are kept, and what they can hold at once is counted in the fixed bytes; the
+    cost of all other ops is carried by the last node, which every schedule runs once.
+
+    The nodes hold at least what the ops hold, but for what they do not see: forward ops that read
+    large storage and make nothing large, and updates that wait for a recomputation.
+
+    Args:
+        graph: The step in its order of execution.
+        costs: Seconds and workspace of each op.
+        small_bytes: Storage smaller than this is never worth a decision.
+        fixed_bytes: Bytes held throughout the step.
+    """
+    owned = graph.owned_bytes
+    big_out = np.where(owned >= small_bytes, owned, 0)
+    out_bytes = np.zeros(graph.n, dtype=np.int64)
+    np.add.at(out_bytes, graph.producer, big_out)
+    producer = graph.producer.tolist()
+    reads = [tuple(producer[t] for t in inputs if big_out[t]) for inputs in graph.storage_inputs]
+    is_alias = graph.is_alias
+    members = [
+        op for op in range(graph.n) if not is_alias[op] and (out_bytes[op] > 0 or (graph.is_gradient[op] and reads[op]))
+    ]
+    users: dict[int, list[int]] = {op: [] for op in members}
+    for op in range(graph.n):
+        if not is_alias[op]:
+            for dep in reads[op]:
+                users[dep].append(op)
+    results = {producer[graph.storage[t]] for t in graph.results if big_out[graph.storage[t]]}
+    for op in results:
+        users[op].append(graph.n)  # read when the step ends
+    groups = _takeover_chains(graph, members, users, out_bytes)
+    node_of = {op: k for k, group in enumerate(groups) for op in group}
+    needed_until = _needed_until(graph, members, users)
+    time_s = costs.time_s
+    cost = np.array([time_s[list(group)].sum() for group in groups])
+    if len(groups):
+        cost[-1] += time_s.sum() - cost.sum()
+    edges = {(node_of[d], k) for k, group in enumerate(groups) for op in group for d in reads[op]}
+    edges |= {(node_of[op], len(groups) - 1) for op in results}  # the last node holds what the step returns
+    small = _small_bytes_held(graph, members, np.where(owned < small_bytes, owned, 0))
+    return Coarse(
+        graph=Graph.build(
+            cost=cost.clip(min=0.0),
+            out_bytes=[out_bytes[group[-1]] for group in groups],
+            edges=sorted((a, b) for a, b in edges if a != b),
+            names=[graph.names[group[-1]] for group in groups],
+            workspace_bytes=[_workspace(graph, costs, group, needed_until, out_bytes) for group in groups],
+            is_gradient=[graph.is_gradient[group[-1]] for group in groups],
+            recomputable=[not graph.once[list(group)].any() for group in groups],
+            fixed_bytes=fixed_bytes + small,
+        ),
+        groups=groups,
+        op_graph=graph,
+    )
+
+
+def _small_bytes_held(graph: OpGraph, members: list[int], small: np.ndarray) -> int:
+    """Most bytes of small values at once: to the end where a node may read them again, else to their last reader."""
+    again = {op for op in members if not graph.once[op]}
+    until = graph.producer.copy()
+    for op, owners in enumerate(graph.storage_inputs):
+        until[list(owners)] = np.maximum(until[list(owners)], graph.n if op in again else op)
+    until[graph.storage[list(graph.results)]] = graph.n
+    change = np.zeros(graph.n + 2, dtype=np.int64)
+    np.add.at(change, graph.producer, small)
+    np.add.at(change, until + 1, -small)
+    return int(change.cumsum().max(initial=0))
+
+
+def _takeover_chains(graph, members, users, out_bytes) -> tuple[tuple[int, ...], ...]:
+    """Groups successive forward ops where each is the only reader of the one before and takes over its storage."""
+    chains: list[list[int]] = []
+    for op in members:
+        before = chains[-1][-1] if chains else None
+        if before is not None and users[before] == [op] and _joins(graph, op, before, out_bytes):
+            chains[-1].append(op)
+        else:
+            chains.append([op])
+    return tuple(tuple(chain) for chain in chains)
+
+
+def _joins(graph, op: int, before: int, out_bytes) -> bool:
+    """Whether a forward op takes over all storage of another, however the step is scheduled."""
+    if graph.is_gradient[op] or graph.is_gradient[before] or graph.once[before]:
+        return False
+    return before in _takes_over(graph, op, out_bytes)
+
+
+def _takes_over(graph, op: int, out_bytes) -> set[int]:
+    """The ops whose storage an op takes over where that dies there: of the same size, and read just once."""
+    if not graph.takeover[op]:
+        return set()
+    owned, own = graph.owned_bytes, graph.owned_bytes[graph.outputs[op][0]]
+    read = [int(graph.storage[t]) for t in graph.inputs[op]]
+    taken = {int(graph.storage[t]) for t in graph.takeover[op]}
+    makers = {int(graph.producer[t]) for t in taken if owned[t] == own and read.count(t) == 1}
+    return {maker for maker in makers if out_bytes[maker] == own}
+
+
+def _needed_until(graph, members, users) -> dict[int, int]:
+    """For each node op, the last op of any schedule that reads its value: itself, or through a recomputation."""
+    nodes = set(members)
+    until: dict[int, int] = {}
+    for op in reversed(members):
+        until[op] = max(
+            (max(u, until[u]) if u in nodes and not graph.is_gradient[u] else u for u in users[op]), default=op
+        )
+    return until
+
+
+def _workspace(graph, costs, group, needed_until, out_bytes) -> int:
+    """Most extra bytes of any op of a node; less what a gradient op takes over from a value that dies for good."""
+    first = group[0]
+    workspace = [int(costs.workspace_bytes[op]) for op in group]
+    if graph.is_gradient[first]:
+        dying = {op for op in _takes_over(graph, first, out_bytes) if needed_until.get(op) == first}
+        if dying:
+            workspace[0] -= int(graph.owned_bytes[graph.outputs[first][0]])
+    return max(workspace)

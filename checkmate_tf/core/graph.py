@@ -1,0 +1,135 @@
+"""The graph that solvers plan: nodes in a fixed topological order, with costs and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from checkmate_tf.errors import GraphError
+
+
+def _frozen(values, dtype, n: int, what: str) -> np.ndarray:
+    array = np.array(values, dtype=dtype)
+    if array.shape != (n,):
+        raise GraphError(f"{what} must hold one value per node: {n}; got shape {array.shape}.")
+    array.flags.writeable = False
+    return array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """A training step as a solver sees it. Node order is the order of execution.
+
+    Attributes:
+        names: One name per node.
+        cost: float64 (n,). Time to run each node, in seconds for profiled graphs (any unit
+            works: solvers only compare sums).
+        out_bytes: int64 (n,). Bytes of the node's value, held from the node to its last use.
+        workspace_bytes: int64 (n,). Extra bytes in use while the node runs, beside its live
+            inputs and its own value. Negative where the node takes over the buffer of an input
+            that dies there.
+        deps: For each node, the ascending indices of the nodes whose values it reads.
+        is_gradient: bool (n,). The node belongs to the backward pass or to the update; all
+            forward nodes come first.
+        recomputable: bool (n,). The node may run more than once (no side effects).
+        fixed_bytes: Bytes held during the whole step: variables, slots, the batch, small tensors
+            (M_input + 2 M_param in the paper).
+    """
+
+    names: tuple[str, ...]
+    cost: np.ndarray
+    out_bytes: np.ndarray
+    workspace_bytes: np.ndarray
+    deps: tuple[tuple[int, ...], ...]
+    is_gradient: np.ndarray
+    recomputable: np.ndarray
+    fixed_bytes: int = 0
+
+    @classmethod
+    def build(
+        cls,
+        cost: Sequence[float],
+        out_bytes: Sequence[int],
+        edges: Iterable[tuple[int, int]],
+        *,
+        names: Sequence[str] | None = None,
+        workspace_bytes: Sequence[int] | None = None,
+        is_gradient: Sequence[bool] | None = None,
+        recomputable: Sequence[bool] | None = None,
+        fixed_bytes: int = 0,
+    ) -> Graph:
+        """Checks and freezes a graph given as plain sequences.
+
+        Args:
+            cost: Seconds (or any unit) per node, finite and >= 0.
+            out_bytes: Bytes of each node's value, >= 0.
+            edges: (producer, consumer) pairs of node indices, producer < consumer.
+            names: Defaults to "node0", "node1", ...
+            workspace_bytes: Defaults to 0.
+            is_gradient: Defaults to all False. Forward nodes must precede gradient nodes.
+            recomputable: Defaults to all True.
+            fixed_bytes: Bytes held throughout.
+
+        Raises:
+            GraphError: Lengths differ, a cost or size is negative or not finite, or an edge does
+                not go forward.
+        """
+        n = len(cost)
+        names = tuple(names) if names is not None else tuple(f"node{i}" for i in range(n))
+        if len(names) != n:
+            raise GraphError(f"names must hold one value per node: {n}; got {len(names)}.")
+        cost_array = _frozen(cost, np.float64, n, "cost")
+        out_array = _frozen(out_bytes, np.int64, n, "out_bytes")
+        workspace = _frozen(np.zeros(n) if workspace_bytes is None else workspace_bytes, np.int64, n, "workspace_bytes")
+        gradient = _frozen(np.zeros(n) if is_gradient is None else is_gradient, np.bool_, n, "is_gradient")
+        again = _frozen(np.ones(n) if recomputable is None else recomputable, np.bool_, n, "recomputable")
+        if not np.all(np.isfinite(cost_array)) or np.any(cost_array < 0):
+            raise GraphError("cost must be finite and not negative.")
+        if np.any(out_array < 0) or fixed_bytes < 0:
+            raise GraphError("out_bytes and fixed_bytes must not be negative.")
+        if np.any(gradient[:-1] & ~gradient[1:]):
+            raise GraphError("forward nodes must precede all gradient nodes.")
+        deps: list[set[int]] = [set() for _ in range(n)]
+        for producer, consumer in edges:
+            if not 0 <= producer < consumer < n:
+                raise GraphError(
+                    f"edges must go from a lower to a higher node index below {n}; got ({producer}, {consumer})."
+                )
+            deps[consumer].add(int(producer))
+        return cls(
+            names=names,
+            cost=cost_array,
+            out_bytes=out_array,
+            workspace_bytes=workspace,
+            deps=tuple(tuple(sorted(d)) for d in deps),
+            is_gradient=gradient,
+            recomputable=again,
+            fixed_bytes=int(fixed_bytes),
+        )
+
+    @property
+    def n(self) -> int:
+        """Number of nodes."""
+        return len(self.names)
+
+    @cached_property
+    def num_forward(self) -> int:
+        """Number of forward nodes; gradient nodes are num_forward..n-1."""
+        return int(np.count_nonzero(~self.is_gradient))
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """For each node, the ascending indices of the nodes that read its value."""
+        users: list[list[int]] = [[] for _ in range(self.n)]
+        for consumer, producers in enumerate(self.deps):
+            for producer in producers:
+                users[producer].append(consumer)
+        return tuple(tuple(u) for u in users)
+
+    @cached_property
+    def total_cost(self) -> float:
+        """Cost of running every node once."""
+        return float(self.cost.sum())

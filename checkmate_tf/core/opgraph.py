@@ -1,0 +1,147 @@
+"""The training step op by op: what runs, what it reads, and which storage its outputs live in."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+
+import numpy as np
+
+from checkmate_tf.core.graph import Graph
+from checkmate_tf.errors import GraphError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OpGraph:
+    """Ops, tensors and storage of one step. Op order is a valid order of execution.
+
+    A tensor either owns its storage or is an alias that renames the storage of another
+    (`storage[t] != t`). Storage that outlives the step (variables, the batch, constants) is
+    `persistent`: it is counted once, in the fixed bytes.
+
+    Attributes:
+        names: One name per op.
+        types: Op types ("Conv2D").
+        inputs: For each op, the tensors that it reads, in order.
+        controls: For each op, the ops that must have run before it although it reads none of
+            their tensors.
+        outputs: For each op, its tensors, in order.
+        producer: int64 (tensors,). The op that makes each tensor.
+        tensor_bytes: int64 (tensors,). Size of each tensor.
+        storage: int64 (tensors,). The tensor that owns the storage of each tensor.
+        persistent: bool (tensors,), for owners: held before, during and after the step.
+        takeover: For each op, the tensors that it reads whose storage its first output takes
+            over when they die there ("forwarding" in TensorFlow).
+        once: bool (ops,). The op has side effects: it runs exactly once, in the original order.
+        is_gradient: bool (ops,). The op depends on a gradient or belongs to an update.
+        results: Tensors that the step returns; they are live when it ends.
+        pairs: For an op, the op that it should directly follow, because the runtime fuses the two.
+    """
+
+    names: tuple[str, ...]
+    types: tuple[str, ...]
+    inputs: tuple[tuple[int, ...], ...]
+    controls: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    producer: np.ndarray
+    tensor_bytes: np.ndarray
+    storage: np.ndarray
+    persistent: np.ndarray
+    takeover: tuple[tuple[int, ...], ...]
+    once: np.ndarray
+    is_gradient: np.ndarray
+    results: tuple[int, ...] = ()
+    pairs: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def n(self) -> int:
+        """Number of ops."""
+        return len(self.names)
+
+    @cached_property
+    def owned_bytes(self) -> np.ndarray:
+        """int64 (tensors,). Bytes that the step allocates for each tensor: 0 for aliases and persistent storage."""
+        own = (self.storage == np.arange(len(self.storage))) & ~self.persistent
+        return np.where(own, self.tensor_bytes, 0)
+
+    @cached_property
+    def op_out_bytes(self) -> np.ndarray:
+        """int64 (ops,). Bytes that each op allocates for its outputs."""
+        sums = np.zeros(self.n, dtype=np.int64)
+        np.add.at(sums, self.producer, self.owned_bytes)
+        return sums
+
+    @cached_property
+    def deps(self) -> tuple[frozenset[int], ...]:
+        """For each op, the ops that must have run before it: producers of its inputs, and its controls."""
+        producer = self.producer.tolist()
+        return tuple(
+            frozenset(producer[t] for t in inputs) | frozenset(controls)
+            for inputs, controls in zip(self.inputs, self.controls, strict=True)
+        )
+
+    @cached_property
+    def storage_inputs(self) -> tuple[tuple[int, ...], ...]:
+        """For each op, the distinct non-persistent storage owners among its inputs."""
+        storage, persistent = self.storage.tolist(), self.persistent.tolist()
+        return tuple(
+            tuple(dict.fromkeys(storage[t] for t in inputs if not persistent[storage[t]])) for inputs in self.inputs
+        )
+
+    @cached_property
+    def is_alias(self) -> np.ndarray:
+        """bool (ops,). The op makes nothing but aliases or persistent tensors and has no side effect."""
+        alias = np.array([len(out) > 0 for out in self.outputs]) & (self.op_out_bytes == 0) & ~self.once
+        owners = np.flatnonzero((self.storage == np.arange(len(self.storage))) & ~self.persistent)
+        alias[self.producer[owners]] = False
+        return alias
+
+    @classmethod
+    def from_graph(cls, graph: Graph) -> OpGraph:
+        """One op with one tensor per node, so that node-level schedules can be simulated and validated.
+
+        The takeover that a negative workspace stands for stays in the workspace.
+        """
+        n = graph.n
+        index = np.arange(n)
+        return cls(
+            names=graph.names,
+            types=("Node",) * n,
+            inputs=graph.deps,
+            controls=((),) * n,
+            outputs=tuple((i,) for i in range(n)),
+            producer=index,
+            tensor_bytes=graph.out_bytes,
+            storage=index,
+            persistent=np.zeros(n, dtype=bool),
+            takeover=((),) * n,
+            once=~graph.recomputable,
+            is_gradient=graph.is_gradient,
+        )
+
+    def check(self) -> None:
+        """Checks that indices are in range and that op order is topological.
+
+        Raises:
+            GraphError: Naming the op.
+        """
+        for op, deps in enumerate(self.deps):
+            late = [d for d in deps if d >= op]
+            if late:
+                raise GraphError(f"op {self.names[op]} must come after {self.names[late[0]]}, which it depends on.")
+        owners = self.storage[self.storage]
+        if not np.array_equal(owners, self.storage):
+            raise GraphError("storage must name the owner of each tensor's storage, not another alias.")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Costs:
+    """What each op costs to run.
+
+    Attributes:
+        time_s: float64 (ops,). Seconds.
+        workspace_bytes: int64 (ops,). Scratch in use while the op runs, beside inputs and outputs.
+    """
+
+    time_s: np.ndarray
+    workspace_bytes: np.ndarray

@@ -1,0 +1,169 @@
+"""Chooses the topological order of a step for a low peak, before anything is recomputed."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.errors import GraphError
+
+
+def permute(graph: OpGraph, costs: Costs, order: Sequence[int]) -> tuple[OpGraph, Costs]:
+    """The same step with ops renumbered so that op k is the former op order[k]. Tensors keep their numbers."""
+    order = np.asarray(order, dtype=np.int64)
+    rank = np.empty(graph.n, dtype=np.int64)
+    rank[order] = np.arange(graph.n)
+    place = rank.tolist()
+
+    def pick(values):
+        return tuple(values[op] for op in order.tolist())
+
+    permuted = dataclasses.replace(
+        graph,
+        names=pick(graph.names),
+        types=pick(graph.types),
+        inputs=pick(graph.inputs),
+        controls=tuple(tuple(place[c] for c in graph.controls[op]) for op in order.tolist()),
+        outputs=pick(graph.outputs),
+        producer=rank[graph.producer],
+        takeover=pick(graph.takeover),
+        once=graph.once[order],
+        is_gradient=graph.is_gradient[order],
+        pairs={place[b]: place[a] for b, a in graph.pairs.items()},
+    )
+    return permuted, Costs(costs.time_s[order], costs.workspace_bytes[order])
+
+
+def low_peak_order(graph: OpGraph, *, delay_gradients: bool) -> list[int]:
+    """An order that runs each update right after its gradient.
+
+    Forward ops come first, in their original order. Among gradient ops, those that lead to one
+    update and nothing else go as soon as they can, so that the gradient dies early; an op that the
+    runtime fuses with another goes right behind it.
+
+    Args:
+        graph: The step, in its original order.
+        delay_gradients: Also move gradient ops that allocate at least as much as they free (Tile,
+            RealDiv) to just before their first consumer. Lowers the minimum budget; not always
+            better at loose budgets.
+    """
+    leads_to_one_update = _leads_to_one_update(graph)
+
+    def priority(op: int) -> tuple[int, int, float]:
+        if not graph.is_gradient[op]:
+            return (0, 1, op)
+        if op in graph.pairs:
+            return (1, -2, op)
+        if graph.once[op]:
+            return (1, -1, op)
+        return (1, 0 if leads_to_one_update[op] else 1, op)
+
+    order = _topological(graph, range(graph.n), priority)
+    if not delay_gradients:
+        return order
+    num_forward = int(np.count_nonzero(~graph.is_gradient))
+    forward, backward = order[:num_forward], order[num_forward:]
+    keys = _delayed_keys(graph, backward, leads_to_one_update)
+    return forward + _topological(graph, backward, lambda op: keys[op])
+
+
+def ready_order(graph: OpGraph) -> list[int]:
+    """The order in which a runtime without control edges runs the ops: first ready, first run."""
+    missing = [len(deps) for deps in graph.deps]
+    users: list[list[int]] = [[] for _ in range(graph.n)]
+    for op, deps in enumerate(graph.deps):
+        for dep in sorted(deps):
+            users[dep].append(op)
+    ready = collections.deque(op for op in range(graph.n) if not missing[op])
+    order = []
+    while ready:
+        op = ready.popleft()
+        order.append(op)
+        for user in users[op]:
+            missing[user] -= 1
+            if not missing[user]:
+                ready.append(user)
+    return order
+
+
+def _topological(graph: OpGraph, ops: Sequence[int], priority: Callable[[int], object]) -> list[int]:
+    """Kahn's algorithm on a subset of the ops, smallest priority first; pairs stay together.
+
+    Raises:
+        GraphError: Dependencies and pairs make a cycle.
+    """
+    members = set(ops)
+    missing = {op: len((graph.deps[op] | _pair_dep(graph, op)) & members) for op in members}
+    users: dict[int, list[int]] = {op: [] for op in members}
+    for op in members:
+        for dep in graph.deps[op] | _pair_dep(graph, op):
+            if dep in members:
+                users[dep].append(op)
+    ready = [(priority(op), op) for op in members if missing[op] == 0]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, op = heapq.heappop(ready)
+        order.append(op)
+        for user in users[op]:
+            missing[user] -= 1
+            if missing[user] == 0:
+                heapq.heappush(ready, (priority(user), user))
+    if len(order) != len(members):
+        stuck = graph.names[min(members.difference(order))]
+        raise GraphError(f"op {stuck} depends on itself, through what it reads, waits for or is paired with.")
+    return order
+
+
+def _pair_dep(graph: OpGraph, op: int) -> frozenset[int]:
+    return frozenset((graph.pairs[op],)) if op in graph.pairs else frozenset()
+
+
+def _leads_to_one_update(graph: OpGraph) -> np.ndarray:
+    """bool (ops,). Gradient ops whose every path ends in the same single update (op with side effects)."""
+    none, many = -1, -2
+    target = [none] * graph.n
+    users: list[list[int]] = [[] for _ in range(graph.n)]
+    for op, deps in enumerate(graph.deps):
+        for dep in deps:
+            users[dep].append(op)
+    for op in range(graph.n - 1, -1, -1):
+        if graph.once[op]:
+            target[op] = op
+            continue
+        reached = {target[u] for u in users[op]} - {none}
+        if reached:
+            target[op] = reached.pop() if len(reached) == 1 else many
+    return np.array([t >= 0 for t in target]) & graph.is_gradient
+
+
+def _delayed_keys(graph: OpGraph, backward: Sequence[int], keep: np.ndarray) -> dict[int, float]:
+    """Sort keys of the backward ops: their position, or just before the first consumer where waiting frees memory."""
+    keys = {op: float(k) for k, op in enumerate(backward)}
+    users: dict[int, list[int]] = {op: [] for op in backward}
+    last_reader: dict[int, int] = {}
+    for op in backward:
+        for dep in graph.deps[op]:
+            if dep in users:
+                users[dep].append(op)
+        for owner in graph.storage_inputs[op]:
+            last_reader[owner] = op
+    owned, out_bytes, is_alias = graph.owned_bytes, graph.op_out_bytes, graph.is_alias
+    waiting: dict[int, int] = {}
+    for op in reversed(backward):
+        if keep[op] or graph.once[op] or op in graph.pairs or not users[op]:
+            continue
+        freed = sum(int(owned[t]) for t in graph.storage_inputs[op] if last_reader[t] == op)
+        if not is_alias[op] and (out_bytes[op] == 0 or out_bytes[op] < freed):
+            continue
+        first = min(users[op], key=keys.__getitem__)
+        rank = waiting[first] = waiting.get(first, 0) + 1
+        key = keys[first] - 1e-4 * (0.5 + rank / 1000.0)
+        if keys[op] < key - 1.0:
+            keys[op] = key
+    return keys

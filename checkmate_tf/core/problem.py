@@ -1,0 +1,84 @@
+"""What a solver is given and what it gives back."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+
+from checkmate_tf.core.graph import Graph
+from checkmate_tf.core.schedule import Schedule
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """Least-cost rematerialization of `graph` within `budget_bytes` (which covers graph.fixed_bytes)."""
+
+    graph: Graph
+    budget_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How long and how hard to look.
+
+    Attributes:
+        time_limit_s: Seconds until the best schedule so far is returned.
+        gap: Stop when (cost - bound) / bound is at most this.
+        seed: Same seed, same machine, no time limit hit: same schedule.
+        workers: Threads or processes at most.
+        hint: A schedule to start from, feasible or not.
+        on_progress: Called with (seconds, cost or None, bound or None) at each improvement.
+    """
+
+    time_limit_s: float = 60.0
+    gap: float = 1e-4
+    seed: int = 0
+    workers: int = 2
+    hint: Schedule | None = None
+    on_progress: Callable[[float, float | None, float | None], None] | None = None
+
+
+class Status(enum.Enum):
+    """How a search ended."""
+
+    OPTIMAL = "optimal"  # proven best of the model that `Solution.bound_of` names
+    FEASIBLE = "feasible"  # within budget, not proven best
+    INFEASIBLE = "infeasible"  # proven: no schedule of that model fits
+    UNKNOWN = "unknown"  # nothing found in time
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Solution:
+    """A status, a schedule and how good it is.
+
+    Attributes:
+        status: How the search ended.
+        schedule: Within budget; None unless the status is OPTIMAL or FEASIBLE.
+        cost: Sum of costs of all computations of `schedule`, in the graph's unit.
+        peak_bytes: Peak of `schedule` (fixed bytes included), as core.simulate counts it.
+        bound: Proven lower bound on the cost of any schedule of the model `bound_of`; None if there is none.
+        bound_of: "checkmate" (any frontier-advancing schedule), "forward-once" (each forward node
+            once in the forward pass, gradient nodes once), or "forward-once, restricted" with what
+            else was restricted, or "" without a bound.
+        strategy: Name in the registry.
+        phases_s: Seconds per phase.
+        history: (seconds, cost) of each incumbent.
+    """
+
+    status: Status
+    schedule: Schedule | None
+    cost: float
+    peak_bytes: int
+    bound: float | None
+    bound_of: str
+    strategy: str
+    phases_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    history: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def gap(self) -> float | None:
+        """(cost - bound) / bound, or None without a schedule or a bound."""
+        if self.schedule is None or not self.bound:
+            return None
+        return max(0.0, self.cost - self.bound) / self.bound

@@ -1,0 +1,111 @@
+"""Schedules: the matrices R (computed in a stage) and S (held into a stage), and sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from checkmate_tf.core.graph import Graph
+from checkmate_tf.errors import GraphError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """A frontier-advancing schedule: stage t computes node t for the first time.
+
+    Attributes:
+        R: bool (n, n). R[t, i]: node i is computed in stage t. Lower triangular, unit diagonal.
+        S: bool (n, n). S[t, i]: the value of node i is held from stage t - 1 into stage t.
+            Strictly lower triangular.
+
+    References:
+        Jain et al., Checkmate, MLSys 2020, section 4.
+    """
+
+    R: np.ndarray
+    S: np.ndarray
+
+    def __post_init__(self):
+        for array in (self.R, self.S):
+            if array.ndim != 2 or array.shape[0] != array.shape[1] or array.dtype != np.bool_:
+                raise GraphError(f"R and S must be square bool matrices; got {array.dtype} {array.shape}.")
+            array.flags.writeable = False
+        if self.R.shape != self.S.shape:
+            raise GraphError(f"R and S must have one shape; got {self.R.shape} and {self.S.shape}.")
+
+    def sequence(self) -> np.ndarray:
+        """Node indices in order of execution: the row scan of R (Algorithm 1)."""
+        return np.nonzero(self.R)[1]
+
+    def cost(self, graph: Graph) -> float:
+        """Sum of the costs of all computations."""
+        return float(self.R.sum(axis=0) @ graph.cost)
+
+
+def schedule_for_retained(graph: Graph, retained: np.ndarray) -> Schedule:
+    """The schedule that holds what it needs of `retained` between stages, with the best R for that.
+
+    Values that are held without being needed are dropped from S; each stage computes just what
+    its own node and the values to hand on require: a computation is added only where its value is
+    needed and not held. No other R is cheaper for the S that results; another S may be.
+
+    Args:
+        graph: n nodes.
+        retained: bool (n, n), retained[t, i]: node i may be held into stage t. Entries on and
+            above the diagonal are ignored.
+
+    References:
+        Jain et al., section 5 ("optimal R for a given S").
+    """
+    n = graph.n
+    S = np.tril(np.asarray(retained, dtype=bool), -1)
+    R = np.zeros((n, n), dtype=bool)
+    needed_next = np.zeros(n, dtype=bool)
+    deps = [np.asarray(d, dtype=np.intp) for d in graph.deps]
+    for t in range(n - 1, -1, -1):
+        need = needed_next.copy()
+        need[t + 1 :] = False
+        need[t] = True
+        held = S[t]
+        for i in range(t, -1, -1):
+            if need[i] and not held[i]:
+                R[t, i] = True
+                need[deps[i]] = True
+        held &= need
+        needed_next = held
+    return Schedule(R, S)
+
+
+def schedule_from_sequence(graph: Graph, sequence: Sequence[int]) -> Schedule:
+    """Matrices of a frontier-advancing sequence of node indices.
+
+    Raises:
+        GraphError: A node is first computed before its predecessor in graph order, or a stage is
+            not in ascending node order.
+    """
+    n = graph.n
+    R = np.zeros((n, n), dtype=bool)
+    last_in_stage, frontier, stage = -1, 0, 0
+    for node in sequence:
+        if node > frontier:
+            raise GraphError(f"node {node} runs before node {frontier} has run: not frontier-advancing.")
+        if node <= last_in_stage:
+            raise GraphError(f"node {node} follows node {last_in_stage} within stage {stage}: not ascending.")
+        R[stage, node] = True
+        last_in_stage = node
+        if node == frontier:
+            frontier, stage, last_in_stage = frontier + 1, stage + 1, -1
+    if frontier != n:
+        raise GraphError(f"node {frontier} never runs.")
+    S = np.zeros((n, n), dtype=bool)
+    needed = np.zeros(n, dtype=bool)
+    for t in range(n - 1, 0, -1):
+        used = np.zeros(n, dtype=bool)
+        for i in np.nonzero(R[t])[0]:
+            used[list(graph.deps[i])] = True
+        S[t] = (needed | used) & ~R[t]
+        S[t, t:] = False
+        needed = S[t]
+    return Schedule(R, S)

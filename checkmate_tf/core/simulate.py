@@ -1,0 +1,122 @@
+"""The one accountant of memory: what a plan holds at each step, and what it asks of the allocator."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from checkmate_tf.core.opgraph import OpGraph
+from checkmate_tf.core.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Memory:
+    """Memory of one run of a plan, without the fixed bytes.
+
+    Attributes:
+        in_use_bytes: int64 (steps,). Bytes in use while each step runs: live values, its outputs
+            and its workspace.
+        held_bytes: int64 (steps,). The same without the workspace of the running op.
+        event_buffer: int64 (events,). Buffer of each allocator event, in order.
+        event_bytes: int64 (events,). Size of an allocation; negative for the free of the same buffer.
+        event_step: int64 (events,). The step that causes the event.
+    """
+
+    in_use_bytes: np.ndarray
+    held_bytes: np.ndarray
+    event_buffer: np.ndarray
+    event_bytes: np.ndarray
+    event_step: np.ndarray
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest number of bytes in use."""
+        return int(self.in_use_bytes.max(initial=0))
+
+    @property
+    def peak_step(self) -> int:
+        """The step at which the peak is reached first."""
+        return int(self.in_use_bytes.argmax())
+
+
+def simulate(graph: OpGraph, plan: Plan, workspace_bytes: np.ndarray | None = None) -> Memory:
+    """Follows storage through a plan: allocations, takeovers, workspace and frees.
+
+    An op allocates its outputs and its workspace while its inputs are live; an output takes over
+    the storage of an input (no allocation) when that storage has the same size, dies at this step
+    and is read just once by it.
+
+    Args:
+        graph: The step.
+        plan: As `compile_plan` makes it.
+        workspace_bytes: int64 (ops,). Extra bytes while each op runs; negative only in graphs of
+            nodes, where it stands for a takeover. Defaults to 0.
+    """
+    owned = graph.owned_bytes.tolist()
+    storage = graph.storage.tolist()
+    workspace = [0] * graph.n if workspace_bytes is None else np.asarray(workspace_bytes).tolist()
+    buffer_of: dict[tuple[int, int], int] = {}  # (step, owning tensor) -> buffer
+    home: dict[tuple[int, int], tuple[int, int]] = {}  # (step, tensor) -> (step, owning tensor)
+    steps = len(plan)
+    in_use = np.zeros(steps, dtype=np.int64)
+    held = np.zeros(steps, dtype=np.int64)
+    events: list[tuple[int, int, int]] = []
+    buffers = live = 0
+    for step, (op, sources) in enumerate(zip(plan.ops.tolist(), plan.sources, strict=True)):
+        inputs, outputs = graph.inputs[op], graph.outputs[op]
+        owners = [home[source, t] for source, t in zip(sources, inputs, strict=True)]
+        dying = {(s, graph.outputs[plan.ops[s]][k]) for s, k in plan.frees[step]}
+        taken = _takeover(graph, op, inputs, owners, dying, owned)
+        for k, t in enumerate(outputs):
+            if storage[t] != t:
+                same = (o for o, i in zip(owners, inputs, strict=True) if storage[i] == storage[t])
+                home[step, t] = next(same, (step, t))
+                continue
+            home[step, t] = (step, t)
+            if not owned[t]:
+                continue
+            if k == 0 and taken is not None:
+                buffer_of[step, t] = buffer_of.pop(taken)
+                dying.discard(taken)
+            else:
+                buffer_of[step, t] = buffers
+                events.append((buffers, owned[t], step))
+                buffers += 1
+                live += owned[t]
+        held[step] = live
+        in_use[step] = live + workspace[op]
+        if workspace[op] > 0:
+            events += [(buffers, workspace[op], step), (buffers, -workspace[op], step)]
+            buffers += 1
+        for owner in sorted(dying):
+            live -= owned[owner[1]]
+            events.append((buffer_of.pop(owner), -owned[owner[1]], step))
+    columns = np.array(events, dtype=np.int64).reshape(-1, 3)
+    return Memory(in_use, held, columns[:, 0], columns[:, 1], columns[:, 2])
+
+
+def _takeover(graph, op, inputs, owners, dying, owned) -> tuple[int, int] | None:
+    """The storage that the op's first output takes over, or None."""
+    if not graph.takeover[op]:
+        return None
+    for t in graph.takeover[op]:
+        owner = owners[inputs.index(t)]
+        if owner in dying and owners.count(owner) == 1 and owned[owner[1]] == owned[graph.outputs[op][0]]:
+            return owner
+    return None
+
+
+def working_set_bytes(graph: OpGraph) -> int:
+    """A lower bound on the peak of every plan: the most that one op's inputs and outputs take together.
+
+    An output may take over one input's storage; workspace is left out.
+    """
+    owned, out_bytes = graph.owned_bytes, graph.op_out_bytes
+    bound = 0
+    for op in range(graph.n):
+        inputs = sum(int(owned[t]) for t in graph.storage_inputs[op])
+        first = int(owned[graph.outputs[op][0]]) if graph.outputs[op] else 0
+        taken = first if any(owned[graph.storage[t]] == first for t in graph.takeover[op]) else 0
+        bound = max(bound, inputs + int(out_bytes[op]) - taken)
+    return bound

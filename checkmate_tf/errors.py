@@ -1,0 +1,55 @@
+"""Every error that the package raises on purpose."""
+
+from __future__ import annotations
+
+
+class CheckmateError(Exception):
+    """Base of all errors of this package."""
+
+
+class GraphError(CheckmateError, ValueError):
+    """A graph, schedule or plan breaks a rule of its own; the message names the rule and the place."""
+
+
+class BudgetError(CheckmateError, ValueError):
+    """A budget cannot be understood; the message says which forms are."""
+
+
+class ModelError(CheckmateError, ValueError):
+    """The model or its input specification is not ready to be planned; the message says what to do."""
+
+
+class InvalidPlan(CheckmateError):
+    """A plan failed validation. This is a fault of a solver, never of the user's model."""
+
+
+class NoScheduleFound(CheckmateError):
+    """No schedule within the budget was found in time, and none was proven not to exist.
+
+    Attributes:
+        best_peak_bytes: Peak of the best schedule that was seen, or None.
+    """
+
+    def __init__(self, message: str, best_peak_bytes: int | None = None):
+        super().__init__(message)
+        self.best_peak_bytes = best_peak_bytes
+
+
+class InfeasibleBudget(CheckmateError):
+    """Proven: no schedule meets the budget.
+
+    Attributes:
+        minimum_bytes: The smallest budget that some schedule was shown to meet, or a proven lower
+            bound on it when `minimum_is_bound` is true.
+        bottleneck: Name of the op that sets it.
+    """
+
+    def __init__(self, message: str, minimum_bytes: int, bottleneck: str, minimum_is_bound: bool = False):
+        super().__init__(message)
+        self.minimum_bytes = minimum_bytes
+        self.bottleneck = bottleneck
+        self.minimum_is_bound = minimum_is_bound
+
+
+class OptionError(CheckmateError, ValueError):
+    """An option has a value that means nothing; the message says which values do."""

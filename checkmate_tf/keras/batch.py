@@ -1,0 +1,112 @@
+"""Batches and their specifications: what a step is fed with, and what it is planned for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import tensorflow as tf
+
+from checkmate_tf.errors import ModelError
+
+
+def as_tensors(data):
+    """The same structure with tensors for arrays, and None for what a tf.data pipeline marks as absent."""
+    return tf.nest.map_structure(_as_tensor, data)
+
+
+def _as_tensor(leaf):
+    if leaf is None or isinstance(leaf, tf.experimental.Optional):
+        return None
+    if isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
+        return leaf
+    return tf.convert_to_tensor(leaf)
+
+
+def is_dense(data) -> bool:
+    """Whether a batch holds plain tensors only: neither ragged nor sparse ones."""
+    return all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(data) if leaf is not None)
+
+
+def spec_of(data):
+    """The same structure with a tf.TensorSpec for each tensor."""
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype), data)
+
+
+def signature(data) -> Hashable:
+    """Structure, shapes and dtypes of a batch of tensors: what a planned step is for."""
+    structure = tf.nest.map_structure(lambda leaf: "none" if leaf is None else type(leaf).__name__, data)
+    return str(structure), tuple(
+        (leaf.dtype.name, str(leaf.shape)) for leaf in tf.nest.flatten(data) if leaf is not None
+    )
+
+
+def fraction_of(data, whole_spec) -> float | None:
+    """How many times as large a batch is as a specification, if they differ in nothing but the number of rows.
+
+    Args:
+        data: Dense tensors.
+        whole_spec: (Nested) tf.TensorSpec with static shapes.
+
+    Returns:
+        Rows / rows of the specification; None where anything else differs.
+    """
+    if str(tf.nest.map_structure(_kind, data)) != str(tf.nest.map_structure(_kind, whole_spec)):
+        return None
+    pairs = list(zip(_shapes(data), _shapes(whole_spec), strict=True))
+    if not pairs or any(not part or not whole or part[1:] != whole[1:] for part, whole in pairs):
+        return None
+    rows = {(part[0], whole[0]) for part, whole in pairs}
+    if len(rows) != 1 or 0 in next(iter(rows)):
+        return None
+    part, whole = rows.pop()
+    return part / whole
+
+
+def rows(data) -> int:
+    """Length of the first dimension of a batch."""
+    return next(shape[0] for shape in _shapes(data) if shape)
+
+
+def _kind(leaf) -> str:
+    return "none" if leaf is None else leaf.dtype.name
+
+
+def _shapes(data) -> list[tuple]:
+    return [tuple(leaf.shape) for leaf in tf.nest.flatten(data) if leaf is not None]
+
+
+def zeros_of(input_spec):
+    """A batch of zeros with the shapes of a specification.
+
+    Raises:
+        ModelError: A shape is not fully known, or a leaf is no specification.
+    """
+    return tf.nest.map_structure(_zeros, input_spec)
+
+
+def _zeros(spec):
+    if spec is None:
+        return None
+    if not isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec):
+        shape, dtype = getattr(spec, "shape", None), getattr(spec, "dtype", None)
+        if shape is not None and dtype is not None:
+            return tf.zeros(_static(shape), dtype)
+    raise ModelError(
+        f"input_spec must hold tf.TensorSpec (or arrays) in the structure of a batch; got {_shown(spec)}. "
+        "Example: (tf.TensorSpec((32, 224, 224, 3), tf.float32), tf.TensorSpec((32,), tf.int64))."
+    )
+
+
+def _static(shape) -> tf.TensorShape:
+    shape = tf.TensorShape(shape)
+    if not shape.is_fully_defined():
+        raise ModelError(
+            f"input_spec must give every dimension, the batch size included; got {shape}. "
+            "Memory depends on it. Example: tf.TensorSpec((32, 224, 224, 3), tf.float32)."
+        )
+    return shape
+
+
+def _shown(value) -> str:
+    text = repr(value)
+    return f"{text if len(text) < 60 else text[:57] + '...'} of type {type(value).__name__}"

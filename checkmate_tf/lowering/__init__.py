@@ -1,0 +1,1 @@
+"""Everything that touches TensorFlow's graphs, kernels and allocators."""

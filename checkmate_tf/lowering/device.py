@@ -1,0 +1,68 @@
+"""What a device has and holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from checkmate_tf.core.simulate import Memory
+from checkmate_tf.lowering.rehearse import allocator_config, empty, rehearse
+
+
+def name_of(variables) -> str:
+    """The device that holds a model's variables, as "CPU:0" or "GPU:0"."""
+    spec = tf.DeviceSpec.from_string(next((v.device for v in variables if v.device), "/device:CPU:0"))
+    return f"{spec.device_type or 'CPU'}:{spec.device_index or 0}"
+
+
+def in_use_bytes(device: str) -> int:
+    """Bytes that the allocator has handed out at this moment."""
+    return tf.config.experimental.get_memory_info(device)["current"]
+
+
+def peak_bytes(device: str) -> int:
+    """Most bytes that the allocator had handed out since `reset_peak`."""
+    return tf.config.experimental.get_memory_info(device)["peak"]
+
+
+def reset_peak(device: str) -> None:
+    """Starts a new measurement of the peak."""
+    tf.config.experimental.reset_memory_stats(device)
+
+
+def limit_bytes(device: str) -> int | None:
+    """Most bytes that the allocator may hand out, or None where that cannot be told."""
+    if "CPU" in device.upper():
+        return allocator_config(device=device).limit_bytes
+    for physical, logical in zip(
+        tf.config.list_physical_devices("GPU"), tf.config.list_logical_devices("GPU"), strict=False
+    ):
+        configured = tf.config.get_logical_device_configuration(physical)
+        if logical.name.endswith(device) and configured and configured[0].memory_limit:
+            return configured[0].memory_limit << 20
+    return None
+
+
+def allocator_peak(memory: Memory, device: str, disturbing_bytes: Sequence[int] = ()) -> int | None:
+    """The peak that the device's allocator reports for a simulated plan, from the state it is in.
+
+    Args:
+        memory: The plan's simulation.
+        device: Device that will run it.
+        disturbing_bytes: Sizes of blocks that are held meanwhile and not counted. A batch that comes
+            to lie elsewhere does as much.
+
+    Returns:
+        Bytes, what is in use already included; None where the memory runs out.
+    """
+    limit = limit_bytes(device)
+    if limit is not None and in_use_bytes(device) + memory.peak_bytes > limit:
+        return None  # an allocation that fails would wait 10 s for another thread to free something
+    before = in_use_bytes(device)
+    with tf.device(device):
+        blocks = [empty(size) for size in disturbing_bytes]
+    held = in_use_bytes(device) - before
+    played = rehearse(memory.event_buffer, memory.event_bytes, device=device)
+    del blocks
+    return played.peak_bytes - held if played.fits else None

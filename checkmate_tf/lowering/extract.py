@@ -1,0 +1,163 @@
+"""Reads ops, tensors and storage out of a TensorFlow graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import wrap_function
+
+from checkmate_tf.core.opgraph import OpGraph
+from checkmate_tf.lowering.trace import TracedStep
+
+# Ops whose outputs are their inputs' storage under another name.
+_ALIASES = frozenset(
+    {"Reshape", "Squeeze", "ExpandDims", "Identity", "IdentityN", "StopGradient", "PreventGradient", "EnsureShape"}
+)
+# Ops whose outputs live longer than the step: the batch, variables, the kernel's own constant.
+_PERSISTENT = frozenset({"Placeholder", "ReadVariableOp", "Const"})
+_NO_STORAGE = frozenset({tf.resource, tf.variant, tf.string})
+_EMPTY_LISTS = frozenset({"EmptyTensorList", "TensorListReserve"})
+_READS_ONLY = frozenset({"ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExtractedStep:
+    """A traced step with what the planner knows of it.
+
+    Attributes:
+        traced: The step.
+        graph: The simplified graph, imported.
+        op_graph: The same ops in their original order.
+        unsized: Names of the ops with an output whose size is not known before it runs.
+    """
+
+    traced: TracedStep
+    graph: tf.Graph
+    op_graph: OpGraph
+    unsized: tuple[str, ...]
+
+
+def extract(traced: TracedStep) -> ExtractedStep:
+    """Imports the simplified graph and describes it as an OpGraph."""
+    graph = wrap_function.wrap_function(lambda: tf.graph_util.import_graph_def(traced.graph_def, name=""), []).graph
+    ops = _original_order(graph.get_operations(), traced.function.graph)
+    number = {op.name: k for k, op in enumerate(ops)}
+    tensors = [t for op in ops for t in op.outputs]
+    tensor_number = {t.name: k for k, t in enumerate(tensors)}
+    inputs = tuple(tuple(tensor_number[t.name] for t in op.inputs) for op in ops)
+    outputs = tuple(tuple(tensor_number[t.name] for t in op.outputs) for op in ops)
+    sizes = [_tensor_bytes(t) for t in tensors]
+    unsized = tuple(dict.fromkeys(t.op.name for t, size in zip(tensors, sizes, strict=True) if size is None))
+    tensor_bytes = np.array([size or 0 for size in sizes], dtype=np.int64)
+    storage = _storage(ops, inputs, outputs)
+    persistent = np.array([t.op.type in _PERSISTENT or t.dtype in _NO_STORAGE for t in tensors], dtype=bool)
+    is_gradient = _is_gradient(ops, number)
+    op_graph = OpGraph(
+        names=tuple(op.name for op in ops),
+        types=tuple(op.type for op in ops),
+        inputs=inputs,
+        controls=_controls(ops, number, inputs, storage, outputs),
+        outputs=outputs,
+        producer=np.array([number[t.op.name] for t in tensors], dtype=np.int64),
+        tensor_bytes=tensor_bytes,
+        storage=storage,
+        persistent=persistent,
+        takeover=((),) * len(ops),
+        once=np.array([op.type not in _PERSISTENT and op.op_def.is_stateful for op in ops], dtype=bool),
+        is_gradient=is_gradient,
+        results=tuple(tensor_number[name] for name in traced.fetches),
+        pairs=_fused_pairs(ops, number),
+    )
+    op_graph.check()
+    return ExtractedStep(traced, graph, op_graph, unsized)
+
+
+def _original_order(ops: Sequence[tf.Operation], original: tf.Graph) -> list[tf.Operation]:
+    """Ops by creation in the traced step; an op that Grappler made goes right behind what it depends on.
+
+    Import order is topological but not creation order, and only creation order has the whole
+    forward pass before the backward pass.
+    """
+    created = {op.name: k for k, op in enumerate(original.get_operations())}
+    place: dict[str, tuple[float, int]] = {}
+    for k, op in enumerate(ops):
+        before = [place[d.name][0] for d in _dependencies(op)]
+        own = created.get(op.name)
+        latest = max(before, default=0.0)
+        place[op.name] = (latest if own is None else max(float(own), latest), k)
+    return sorted(ops, key=lambda op: place[op.name])
+
+
+def _dependencies(op: tf.Operation) -> list[tf.Operation]:
+    return [t.op for t in op.inputs] + list(op.control_inputs)
+
+
+def _tensor_bytes(tensor: tf.Tensor) -> int | None:
+    """Bytes of a tensor; 0 for handles; None when the shape is not known, or the contents (lists) are not."""
+    if tensor.dtype == tf.variant:
+        return None
+    if tensor.dtype in _NO_STORAGE:
+        return 0
+    if tensor.shape.rank is None or None in tensor.shape.as_list():
+        return None
+    return math.prod(tensor.shape.as_list()) * tensor.dtype.size
+
+
+def _storage(ops, inputs, outputs) -> np.ndarray:
+    """The tensor that owns each tensor's storage."""
+    storage = list(range(sum(len(out) for out in outputs)))
+    for op, reads, makes in zip(ops, inputs, outputs, strict=True):
+        if op.type in _ALIASES:
+            for k, t in enumerate(makes):
+                storage[t] = storage[reads[k if op.type == "IdentityN" else 0]]
+    return np.array(storage, dtype=np.int64)
+
+
+def _is_gradient(ops, number) -> np.ndarray:
+    """Ops that the gradient tape made, and all that depend on them or, having side effects, follow them.
+
+    Empty lists do not count: the tape makes them for the forward pass of a loop to fill.
+    """
+    gradient = np.zeros(len(ops), dtype=bool)
+    for k, op in enumerate(ops):
+        if op.inputs or op.control_inputs:
+            from_tape = "gradient_tape/" in op.name and op.type not in _EMPTY_LISTS
+            gradient[k] = from_tape or any(gradient[number[d.name]] for d in _dependencies(op))
+    return gradient
+
+
+def _controls(ops, number, inputs, storage, outputs) -> tuple[tuple[int, ...], ...]:
+    """Control inputs; and for ops that write a variable, the earlier readers of what was read from it.
+
+    A variable that is written while a tensor read from it is alive would be copied.
+    """
+    controls = [{number[c.name] for c in op.control_inputs} for op in ops]
+    readers: dict[int, list[int]] = {}  # storage owner -> ops that read it other than by renaming
+    for k, op in enumerate(ops):
+        if op.type not in _ALIASES:
+            for t in inputs[k]:
+                readers.setdefault(int(storage[t]), []).append(k)
+    reads_of: dict[str, list[int]] = {}  # variable -> ops that read it, in order
+    for k, op in enumerate(ops):
+        if op.type == "ReadVariableOp":
+            reads_of.setdefault(op.inputs[0].name, []).append(k)
+        elif op.op_def.is_stateful and op.type not in _READS_ONLY:
+            for handle in op.inputs:
+                if handle.dtype == tf.resource:
+                    for read in reads_of.get(handle.name, ()):
+                        controls[k] |= {r for r in readers.get(outputs[read][0], ()) if r < k}
+    return tuple(tuple(sorted(c)) for c in controls)
+
+
+def _fused_pairs(ops, number) -> dict[int, int]:
+    """BiasAddGrad -> Conv2DBackpropFilter on the same gradient: oneDNN runs the two as one op."""
+    filters = {op.inputs[2].name: op for op in ops if op.type == "Conv2DBackpropFilter"}
+    return {
+        number[op.name]: number[filters[op.inputs[0].name].name]
+        for op in ops
+        if op.type == "BiasAddGrad" and op.inputs[0].name in filters
+    }

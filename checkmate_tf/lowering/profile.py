@@ -1,0 +1,405 @@
+"""Measures each distinct op of a step on the device: time, workspace, and what it does with storage."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2, node_def_pb2
+
+from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.lowering.arena import exact_chunks
+from checkmate_tf.lowering.extract import ExtractedStep
+from checkmate_tf.lowering.rebuild import as_function, call_unoptimized
+
+_log = logging.getLogger(__name__)
+
+_CACHE_VERSION = 1
+_SMALL_BYTES = 1 << 14  # ops that touch nothing larger are given _SMALL_OP_S unmeasured
+_SMALL_OP_S = 2e-6
+_REPEATS = 2
+_TARGET_S = 0.02  # measure short ops until this much time is spent, or _MOST_REPEATS
+_MOST_REPEATS = 15
+_KNOWN_BYTES = 4096  # inputs up to this size are part of an op's signature where their value is known
+_COUNTED_BYTES = 1 << 18  # smaller tensors are not counted by every allocator
+_BLOCK_MARGIN_BYTES = 256 << 20
+_POOLING = frozenset({"MaxPool", "MaxPool3D"})
+_POOLED_ITEM_BYTES = 4  # oneDNN pools float32 here
+_CONTROL_FLOW = frozenset({"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"})
+
+
+@dataclasses.dataclass(frozen=True)
+class OpProfile:
+    """What one kind of op was seen to do.
+
+    Attributes:
+        time_s: Seconds per run (least of several).
+        workspace_bytes: Bytes beside inputs and outputs at the op's own peak.
+        takeover: Positions of the inputs whose storage the first output takes over when they die there.
+        alias: Position of the input whose storage the first output shares even when it lives on, or None.
+    """
+
+    time_s: float
+    workspace_bytes: int
+    takeover: tuple[int, ...] = ()
+    alias: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Profile:
+    """The step with measured storage, its costs, and how much of it had to be measured.
+
+    Attributes:
+        op_graph: The step with takeovers and aliases as measured.
+        costs: Seconds and workspace per op.
+        distinct: Number of different ops that matter.
+        measured: How many of them were measured now; the others came from the cache.
+        unmeasured: Names of ops that could not be run on their own; their time is estimated.
+    """
+
+    op_graph: OpGraph
+    costs: Costs
+    distinct: int
+    measured: int
+    unmeasured: tuple[str, ...]
+
+
+def profile(
+    step: ExtractedStep,
+    device: str,
+    *,
+    cache_dir: str | os.PathLike | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Profile:
+    """Profiles each distinct op of a step once.
+
+    Args:
+        step: The step.
+        device: Device that holds the model ("CPU:0", "GPU:0").
+        cache_dir: Folder of the cache. A cache that cannot be read or written is ignored.
+        on_progress: Called with (ops done, ops to do).
+    """
+    graph = step.op_graph
+    cache = _Cache(cache_dir, device)
+    nodes = {node.name: node for node in step.traced.graph_def.node}
+    keys = {op: _signature(step, nodes, op) for op in range(graph.n) if _matters(step, op)}
+    distinct = dict.fromkeys(keys.values())
+    example = {key: op for op, key in reversed(keys.items())}
+    cache.drop([key for key in distinct if key in cache.ops and not _is_possible(graph, example[key], cache.ops[key])])
+    to_measure = [key for key in distinct if key not in cache.ops]
+    failed: set[str] = set()
+    largest = max((_touched_bytes(graph, example[key]) for key in to_measure), default=0)
+    with exact_chunks(device, 3 * largest + _BLOCK_MARGIN_BYTES), tf.device(device):
+        for k, key in enumerate(to_measure):
+            if on_progress is not None:
+                on_progress(k, len(to_measure))
+            try:
+                cache.ops[key] = _measure(step, nodes, example[key], device)
+            except tf.errors.OpError as error:
+                _log.debug("cannot profile %s: %s", graph.names[example[key]], error)
+                failed.add(key)
+    if to_measure:
+        cache.write()
+    profiles = {op: cache.ops[key] for op, key in keys.items() if key in cache.ops}
+    unmeasured = [op for op in range(graph.n) if _is_large(step, op) and op not in profiles]
+    op_graph, costs = _apply(graph, profiles, unmeasured)
+    return Profile(
+        op_graph, costs, len(distinct), len(to_measure) - len(failed), tuple(graph.names[op] for op in unmeasured)
+    )
+
+
+def _matters(step: ExtractedStep, op: int) -> bool:
+    """Whether an op can and should be measured on its own."""
+    operation = step.graph.get_operation_by_name(step.op_graph.names[op])
+    tensors = [*operation.inputs, *operation.outputs]
+    return (
+        _is_large(step, op)
+        and not step.op_graph.once[op]
+        and operation.type not in _CONTROL_FLOW
+        and all(t.shape.is_fully_defined() and t.dtype not in (tf.resource, tf.variant, tf.string) for t in tensors)
+    )
+
+
+def _is_large(step: ExtractedStep, op: int) -> bool:
+    graph = step.op_graph
+    touched = [*graph.inputs[op], *graph.outputs[op]]
+    return not graph.is_alias[op] and max((int(graph.tensor_bytes[t]) for t in touched), default=0) >= _SMALL_BYTES
+
+
+def _is_possible(graph: OpGraph, op: int, seen: OpProfile) -> bool:
+    """Whether the positions that a cached profile names exist."""
+    return max((*seen.takeover, -1 if seen.alias is None else seen.alias), default=-1) < len(graph.inputs[op])
+
+
+def _touched_bytes(graph: OpGraph, op: int) -> int:
+    return sum(int(graph.tensor_bytes[t]) for t in (*graph.inputs[op], *graph.outputs[op]))
+
+
+def _signature(step: ExtractedStep, nodes: dict, op: int) -> str:
+    """A digest of what decides an op's cost: its type, attributes, shapes, and inputs that are known."""
+    operation = step.graph.get_operation_by_name(step.op_graph.names[op])
+    node = nodes[operation.name]
+    digest = hashlib.sha256(operation.type.encode())
+    for name in sorted(node.attr):
+        if not name.startswith("_"):
+            digest.update(name.encode() + node.attr[name].SerializeToString(deterministic=True))
+    for tensor in operation.inputs:
+        digest.update(f"{tensor.shape.as_list()}{tensor.dtype.name}".encode())
+        known = _known_value(tensor)
+        if known is not None:
+            digest.update(known.tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _known_value(tensor: tf.Tensor) -> np.ndarray | None:
+    """The value of a small tensor (a shape, an axis, a constant) that does not depend on the batch."""
+    if _nbytes(tensor) > _KNOWN_BYTES:
+        return None
+    if tensor.op.type == "ShapeN":
+        shape = tensor.op.inputs[tensor.value_index].shape
+        return np.array(shape.as_list(), tensor.dtype.as_numpy_dtype) if shape.is_fully_defined() else None
+    return tf.get_static_value(tensor)
+
+
+def _nbytes(tensor: tf.Tensor) -> int:
+    return tensor.shape.num_elements() * tensor.dtype.size
+
+
+def _measure(step: ExtractedStep, nodes: dict, op: int, device: str) -> OpProfile:
+    """Runs one op alone, with inputs that live on and with inputs that die at it.
+
+    Raises:
+        tf.errors.OpError: The op cannot run alone, or has not made what it makes in the step.
+    """
+    operation = step.graph.get_operation_by_name(step.op_graph.names[op])
+    known = {k: v for k, t in enumerate(operation.inputs) if (v := _known_value(t)) is not None}
+    arguments = {k: _argument(t) for k, t in enumerate(operation.inputs) if k not in known}
+    run = _single_op(nodes[operation.name], operation, known, fresh=None)
+    _check_shapes(call_unoptimized(run, list(arguments.values())), operation)
+    time_s, extra = _time_and_peak(lambda: call_unoptimized(run, list(arguments.values())), device)
+    out = [_nbytes(t) for t in operation.outputs]
+    same_size = [k for k in arguments if _nbytes(operation.inputs[k]) == out[0] and out[0] >= _COUNTED_BYTES]
+    if len(out) == 1 and same_size and extra < out[0] // 2:
+        return OpProfile(time_s, 0, alias=same_size[0])
+    takeover = []
+    for k in same_size:
+        others = [value for j, value in arguments.items() if j != k]
+        run = _single_op(nodes[operation.name], operation, known, fresh=k)
+        if _peak_bytes(lambda f=run, a=others: call_unoptimized(f, a), device) < extra + out[0] // 2:
+            takeover.append(k)
+    counted = sum(size for size in out if size >= _COUNTED_BYTES)
+    return OpProfile(time_s, max(0, extra - counted), tuple(takeover))
+
+
+def _check_shapes(results: list[tf.Tensor], operation: tf.Operation) -> None:
+    for result, tensor in zip(results, operation.outputs, strict=True):
+        if result.shape != tensor.shape:
+            raise tf.errors.InvalidArgumentError(None, operation, f"made {result.shape}, not {tensor.shape}")
+
+
+def _single_op(
+    original: node_def_pb2.NodeDef, operation: tf.Operation, known: dict[int, np.ndarray], fresh: int | None
+):
+    """A function of one op. Input `fresh`, if given, is made inside the function, so that it dies at the op."""
+    graph_def = graph_pb2.GraphDef()
+    node = node_def_pb2.NodeDef()
+    node.CopyFrom(original)
+    del node.input[:]
+    feeds = []
+    for k, tensor in enumerate(operation.inputs):
+        name = f"input{k}"
+        node.input.append(name)
+        dtype = tensor.dtype.as_datatype_enum
+        if k in known:
+            graph_def.node.append(_constant(name, known[k], dtype))
+        elif k == fresh:
+            graph_def.node.append(
+                _constant(f"{name}_shape", np.array(tensor.shape.as_list(), np.int32), tf.int32.as_datatype_enum)
+            )
+            empty = graph_def.node.add(name=name, op="Empty", input=[f"{name}_shape"])
+            empty.attr["dtype"].type = dtype
+        else:
+            placeholder = graph_def.node.add(name=name, op="Placeholder")
+            placeholder.attr["dtype"].type = dtype
+            placeholder.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
+            feeds.append(f"{name}:0")
+    graph_def.node.append(node)
+    return as_function(graph_def, feeds, [t.name for t in operation.outputs], [])
+
+
+def _constant(name: str, value: np.ndarray, dtype: int) -> node_def_pb2.NodeDef:
+    node = node_def_pb2.NodeDef(name=name, op="Const")
+    node.attr["dtype"].type = dtype
+    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
+    return node
+
+
+def _argument(tensor: tf.Tensor) -> tf.Tensor:
+    """A value to feed: a plain number, so that nothing is denormal; zeros where they index."""
+    return tf.fill(tensor.shape, tf.cast(0.5 if tensor.dtype.is_floating else 0, tensor.dtype))
+
+
+def _time_and_peak(run: Callable, device: str) -> tuple[float, int]:
+    """Least seconds of several runs, and bytes at the peak of the first above those in use before it."""
+    start = time.perf_counter()
+    peak = _peak_bytes(run, device)
+    seconds = [time.perf_counter() - start]
+    while (sum(seconds) < _TARGET_S and len(seconds) < _MOST_REPEATS) or len(seconds) < _REPEATS:
+        start = time.perf_counter()
+        result = run()
+        seconds.append(time.perf_counter() - start)
+        del result
+    return min(seconds), peak
+
+
+def _peak_bytes(run: Callable, device: str) -> int:
+    """Bytes at the peak of one run, above those in use before it."""
+    before = tf.config.experimental.get_memory_info(device)["current"]
+    tf.config.experimental.reset_memory_stats(device)
+    result = run()
+    del result
+    return tf.config.experimental.get_memory_info(device)["peak"] - before
+
+
+def _apply(graph: OpGraph, profiles: dict[int, OpProfile], unmeasured: list[int]) -> tuple[OpGraph, Costs]:
+    """Enters what was measured into the graph and its costs."""
+    time_s = np.full(graph.n, _SMALL_OP_S)
+    time_s[[len(out) == 0 and not once for out, once in zip(graph.outputs, graph.once, strict=True)]] = 0.0
+    workspace = np.zeros(graph.n, dtype=np.int64)
+    storage = graph.storage.copy()
+    takeover = list(graph.takeover)
+    for op, seen in profiles.items():
+        time_s[op], workspace[op] = seen.time_s, seen.workspace_bytes
+        takeover[op] = tuple(graph.inputs[op][k] for k in seen.takeover)
+        if seen.alias is not None:
+            storage[graph.outputs[op][0]] = storage[graph.inputs[op][seen.alias]]
+    if unmeasured and profiles:
+        # Updates and opaque ops: as fast as the typical measured op moves bytes.
+        rate = statistics.median(time_s[op] / max(_touched_bytes(graph, op), 1) for op in profiles)
+        for op in unmeasured:
+            time_s[op] = rate * _touched_bytes(graph, op)
+    graph = dataclasses.replace(graph, storage=_follow(storage), takeover=tuple(takeover))
+    return _with_pooling_indices(graph, profiles, workspace), Costs(time_s, workspace)
+
+
+def _with_pooling_indices(graph: OpGraph, profiles: dict[int, OpProfile], workspace: np.ndarray) -> OpGraph:
+    """Gives max pooling the hidden output that oneDNN keeps for its gradient: one byte per element.
+
+    It shows as workspace when the op runs alone. In the step it lives until the gradient has read it.
+    The hidden tensor comes last among the op's outputs and among the gradient's inputs; workspace is
+    changed in place.
+    """
+    inputs, outputs = list(graph.inputs), list(graph.outputs)
+    sizes, makers = [], []
+    count = len(graph.tensor_bytes)
+    for op in profiles:
+        if graph.types[op] not in _POOLING:
+            continue
+        pooled = graph.outputs[op][0]
+        gradients = [
+            k for k in range(graph.n) if graph.types[k] == f"{graph.types[op]}Grad" and pooled in graph.inputs[k]
+        ]
+        elements = int(graph.tensor_bytes[pooled]) // _POOLED_ITEM_BYTES
+        if not gradients or workspace[op] < elements:
+            continue
+        workspace[op] -= elements
+        outputs[op] += (count + len(sizes),)
+        for k in gradients:
+            inputs[k] += (count + len(sizes),)
+        sizes.append(elements)
+        makers.append(op)
+    new = np.arange(count, count + len(sizes))
+    return dataclasses.replace(
+        graph,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        producer=np.concatenate([graph.producer, np.array(makers, dtype=np.int64)]),
+        tensor_bytes=np.concatenate([graph.tensor_bytes, np.array(sizes, dtype=np.int64)]),
+        storage=np.concatenate([graph.storage, new]),
+        persistent=np.concatenate([graph.persistent, np.zeros(len(sizes), dtype=bool)]),
+    )
+
+
+def _follow(storage: np.ndarray) -> np.ndarray:
+    """Makes every tensor name the final owner of its storage."""
+    while not np.array_equal(storage[storage], storage):
+        storage = storage[storage]
+    return storage
+
+
+class _Cache:
+    """Profiles on disk: one JSON file per device and TensorFlow version. Anything unexpected is ignored."""
+
+    def __init__(self, folder: str | os.PathLike | None, device: str):
+        details = tf.config.experimental.get_device_details
+        physical = [d for d in tf.config.list_physical_devices() if d.device_type in device.upper()]
+        self._header = {
+            "version": _CACHE_VERSION,
+            "tensorflow": tf.__version__,
+            "device": device,
+            "details": str(details(physical[0])) if physical and physical[0].device_type != "CPU" else "",
+            "cores": os.cpu_count(),
+            "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", ""),
+        }
+        self.ops: dict[str, OpProfile] = {}
+        name = hashlib.sha256(json.dumps(self._header, sort_keys=True).encode()).hexdigest()[:16]
+        self._path = None if folder is None else pathlib.Path(folder) / f"profile-{name}.json"
+        if self._path is not None:
+            self.ops = self._read()
+
+    def _read(self) -> dict[str, OpProfile]:
+        try:
+            content = json.loads(self._path.read_text())
+            if content["header"] != self._header:
+                return {}
+            return {key: _entry(value) for key, value in content["ops"].items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+            _log.warning("Ignoring the profile cache %s, which cannot be read: %s", self._path, error)
+            return {}
+
+    def drop(self, keys: list[str]) -> None:
+        """Forgets entries that cannot be true of their op."""
+        for key in keys:
+            _log.warning("Ignoring an entry of the profile cache %s, which cannot be true of its op.", self._path)
+            del self.ops[key]
+
+    def write(self) -> None:
+        """Replaces the file in one step, keeping what another process has added meanwhile."""
+        if self._path is None:
+            return
+        self.ops = {**self._read(), **self.ops}
+        content = {"header": self._header, "ops": {key: dataclasses.asdict(op) for key, op in self.ops.items()}}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False, suffix=".tmp") as file:
+                json.dump(content, file)
+            os.replace(file.name, self._path)
+        except OSError as error:
+            _log.warning("The profile cache %s cannot be written: %s", self._path, error)
+
+
+def _entry(value: dict) -> OpProfile:
+    """One cache entry, checked.
+
+    Raises:
+        ValueError: A number is missing or out of range.
+    """
+    time_s, workspace = float(value["time_s"]), int(value["workspace_bytes"])
+    takeover, alias = tuple(int(k) for k in value["takeover"]), value["alias"]
+    if not 0 <= time_s < 1e4 or not 0 <= workspace < 1 << 48 or min(takeover, default=0) < 0:
+        raise ValueError(f"out of range: {value}")
+    if alias is not None and (not isinstance(alias, int) or alias < 0):
+        raise ValueError(f"out of range: {value}")
+    return OpProfile(time_s, workspace, takeover, alias)

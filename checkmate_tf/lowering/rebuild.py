@@ -1,0 +1,161 @@
+"""Turns a plan into a static graph whose control edges are the plan's order, and calls it as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.eager import wrap_function
+
+from checkmate_tf.core.opgraph import OpGraph
+from checkmate_tf.core.plan import Plan
+from checkmate_tf.lowering.trace import TracedStep
+
+# (producer, consumer) types that oneDNN's layout pass merges into one op. Such a pair stays
+# mergeable only where the two run back to back; elsewhere an Identity keeps them apart, since a
+# merged op would close a cycle through whatever runs between them.
+_MERGEABLE = frozenset(
+    {
+        ("Conv2D", "BiasAdd"),
+        ("Conv3D", "BiasAdd"),
+        ("DepthwiseConv2dNative", "BiasAdd"),
+        ("MatMul", "BiasAdd"),
+        ("Pad", "Conv2D"),
+    }
+)
+_UNORDERED = frozenset({"Const", "Placeholder", "ReadVariableOp", "NoOp"})
+
+_config = config_pb2.ConfigProto()
+_config.graph_options.rewrite_options.disable_meta_optimizer = True
+_NO_GRAPPLER = _config.SerializeToString()
+
+
+def call_unoptimized(function, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Calls a function with Grappler off for it alone.
+
+    Args:
+        function: As `as_function` makes it.
+        arguments: One value or resource handle per feed.
+    """
+    return tf.raw_ops.StatefulPartitionedCall(
+        args=arguments, Tout=[t.dtype for t in function.outputs], f=function, config_proto=_NO_GRAPPLER
+    )
+
+
+def as_function(graph_def: graph_pb2.GraphDef, feeds: Sequence[str], fetches: Sequence[str], targets: Sequence[str]):
+    """A concrete function of a graph.
+
+    Args:
+        graph_def: The graph.
+        feeds: Names of the tensors to feed.
+        fetches: Names of the tensors to return.
+        targets: Names of ops that must run as well.
+    """
+    wrapped = wrap_function.wrap_function(lambda: tf.graph_util.import_graph_def(graph_def, name=""), [])
+    tensor, operation = wrapped.graph.get_tensor_by_name, wrapped.graph.get_operation_by_name
+    return wrapped.prune(
+        [tensor(name) for name in feeds], ([tensor(name) for name in fetches], [operation(name) for name in targets])
+    )
+
+
+def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan):
+    """Builds the function that runs a plan.
+
+    Every op that computes gets a control edge from the one before it, unless a data edge orders the
+    two already. Ops that only read or rename run when their input is there.
+
+    Args:
+        traced: The step that was planned.
+        graph: Its ops, by which the plan names them.
+        plan: What to run, in which order.
+
+    Returns:
+        A concrete function with the feeds and fetches of the traced step.
+    """
+    graph_def, latest = planned_graph_def(traced, graph, plan)
+
+    def renamed(tensor: str) -> str:
+        op, _, output = tensor.partition(":")
+        return f"{latest.get(op, op)}:{output or 0}"
+
+    return as_function(
+        graph_def,
+        traced.feeds,
+        [renamed(name) for name in traced.fetches],
+        [latest[name] for name in traced.side_effects if name in latest],
+    )
+
+
+def planned_graph_def(traced: TracedStep, graph: OpGraph, plan: Plan) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
+    """The plan as a GraphDef, and for each op the name of its last run."""
+    nodes = {node.name: node for node in traced.graph_def.node}
+    built = graph_pb2.GraphDef()
+    built.versions.CopyFrom(traced.graph_def.versions)
+    built.library.CopyFrom(traced.graph_def.library)
+    names: list[str] = []  # of each step
+    latest: dict[str, str] = {}
+    chain = _Chain(graph)
+    for op, instance, sources in zip(plan.ops.tolist(), plan.instance.tolist(), plan.sources, strict=True):
+        original = nodes[graph.names[op]]
+        node = node_def_pb2.NodeDef()
+        node.CopyFrom(original)
+        node.name = original.name if instance == 0 else f"{original.name}/again_{instance}"
+        inputs = [name for name in original.input if not name.startswith("^")]
+        controls = {latest[name[1:]] for name in original.input if name.startswith("^")}
+        data = [
+            (names[source], name.partition(":")[2]) for source, name in zip(sources, inputs, strict=False)
+        ]  # hidden inputs last
+        if not graph.is_alias[op] and node.op not in _UNORDERED:
+            for k in chain.must_keep_apart(op, [(nodes[graph.names[plan.ops[s]]].op, names[s]) for s in sources]):
+                data[k] = (_identity(built, node, k, data[k]), "")
+            controls |= chain.append(op, node.name)
+        controls -= {source for source, _ in data}
+        del node.input[:]
+        node.input.extend(f"{source}:{output}" if output else source for source, output in data)
+        node.input.extend(sorted("^" + name for name in controls))
+        built.node.append(node)
+        names.append(node.name)
+        latest[original.name] = node.name
+    return built, latest
+
+
+class _Chain:
+    """The control edges that make the plan's order the only one."""
+
+    def __init__(self, graph: OpGraph):
+        self._graph = graph
+        self._last_op: int | None = None
+        self._before_last: set[str] = set()
+        self._last: set[str] = set()
+
+    def must_keep_apart(self, op: int, sources: Sequence[tuple[str, str]]) -> list[int]:
+        """Inputs of `op` behind which oneDNN's pass must not see what it would merge with the op."""
+        if op in self._graph.pairs and self._graph.pairs[op] != self._last_op:
+            return [0]
+        kind = self._graph.types[op]
+        return [
+            k
+            for k, (source_kind, name) in enumerate(sources)
+            if (source_kind, kind) in _MERGEABLE and self._last != {name}
+        ]
+
+    def append(self, op: int, name: str) -> set[str]:
+        """Names of the nodes that the next one must wait for."""
+        if self._last_op is not None and self._graph.pairs.get(op) == self._last_op:
+            self._last_op = op
+            self._last = self._last | {name}
+            return self._before_last
+        waits = self._last
+        self._last_op, self._before_last, self._last = op, waits, {name}
+        return set(waits)
+
+
+def _identity(built: graph_pb2.GraphDef, node: graph_pb2.NodeDef, k: int, source: tuple[str, str]) -> str:
+    """Adds an Identity in front of input `k` of a node and returns its name."""
+    name, output = source
+    identity = built.node.add(name=f"{node.name}/apart_{k}", op="Identity", device=node.device)
+    identity.input.append(f"{name}:{output}" if output else name)
+    identity.attr["T"].CopyFrom(node.attr["T"])
+    return identity.name

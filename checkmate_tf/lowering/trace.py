@@ -1,0 +1,103 @@
+"""Traces a training step into one graph and lets Grappler simplify it once, offline."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config_pb2
+from tensorflow.python.grappler import tf_optimizer
+from tensorflow.python.training import saver
+
+_LOWER = "_lower_using_switch_merge"  # the runtime expands this loop or branch in the caller's graph
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedStep:
+    """A training step as a graph.
+
+    Attributes:
+        function: The concrete function of the unmodified step.
+        graph_def: Its graph as Grappler left it. Inputs, outputs and control outputs of
+            `function.graph` are still there by name.
+    """
+
+    function: tf.types.experimental.ConcreteFunction
+    graph_def: graph_pb2.GraphDef
+
+    @property
+    def feeds(self) -> list[str]:
+        """Names of the tensors that the step is fed with: the batch, then the captured variables."""
+        return [t.name for t in self.function.graph.inputs]
+
+    @property
+    def fetches(self) -> list[str]:
+        """Names of the tensors that the step returns."""
+        return [t.name for t in self.function.graph.outputs]
+
+    @property
+    def side_effects(self) -> list[str]:
+        """Names of the ops that must run although nothing returned depends on them."""
+        return [op.name for op in self.function.graph.control_outputs]
+
+
+def trace(step: Callable, *args_spec) -> TracedStep:
+    """Traces `step` for one batch signature and simplifies its graph.
+
+    Args:
+        step: A Python training step.
+        *args_spec: Its arguments as (nested) tf.TensorSpec with static shapes.
+
+    Returns:
+        The step, with every shape known that TensorFlow can infer.
+    """
+    function = tf.function(step, jit_compile=False).get_concrete_function(*args_spec)
+    return TracedStep(function, _simplify(function))
+
+
+def _simplify(function) -> graph_pb2.GraphDef:
+    """Runs Grappler on the original graph (on a planned one its rewrites would make cycles)."""
+    graph = function.graph
+    graph_def = graph.as_graph_def()
+    bodies = {body.signature.name: body for body in graph_def.library.function}
+    lowered = _take_lowering_marks(graph_def)
+    meta_graph = saver.export_meta_graph(graph_def=graph_def, graph=graph)
+    keep = meta_graph_pb2.CollectionDef()
+    keep.node_list.value.extend(t.name for t in [*graph.inputs, *graph.outputs])
+    keep.node_list.value.extend(op.name for op in graph.control_outputs)
+    meta_graph.collection_def["train_op"].CopyFrom(keep)
+    config = config_pb2.ConfigProto()
+    rewrite = config.graph_options.rewrite_options
+    rewrite.min_graph_nodes = -1
+    rewrite.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
+    simplified = tf_optimizer.OptimizeGraph(config, meta_graph)
+    for node in simplified.node:
+        if node.name in lowered:
+            node.attr[_LOWER].b = True
+    for body in simplified.library.function:  # TensorFlow knows these by name, and takes no second version
+        if body.signature.name in bodies:
+            body.CopyFrom(bodies[body.signature.name])
+    _keep_read_shapes(simplified, graph)
+    return simplified
+
+
+def _take_lowering_marks(graph_def: graph_pb2.GraphDef) -> set[str]:
+    """Unmarks loops and branches, which Grappler would turn into graphs with cycles; returns their names."""
+    marked = {node.name for node in graph_def.node if _LOWER in node.attr and node.attr[_LOWER].b}
+    for node in graph_def.node:
+        if node.name in marked:
+            del node.attr[_LOWER]
+    return marked
+
+
+def _keep_read_shapes(graph_def: graph_pb2.GraphDef, original: tf.Graph) -> None:
+    """Restores the shapes that the import would lose: those of variable reads and placeholders."""
+    ops = {op.name: op for op in original.get_operations()}
+    for node in graph_def.node:
+        op = ops.get(node.name)
+        if node.op in ("ReadVariableOp", "Placeholder") and op is not None and op.type == node.op:
+            del node.attr["_output_shapes"].list.shape[:]
+            for tensor in op.outputs:
+                node.attr["_output_shapes"].list.shape.add().CopyFrom(tensor.shape.as_proto())

@@ -1,0 +1,335 @@
+"""The whole way for one batch signature: a Python training step in, a planned function out."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from checkmate_tf import budget as budgets
+from checkmate_tf.core.plan import compile_plan
+from checkmate_tf.core.simulate import simulate
+from checkmate_tf.errors import ModelError
+from checkmate_tf.lowering import device as devices
+from checkmate_tf.lowering.arena import make_room
+from checkmate_tf.lowering.extract import extract
+from checkmate_tf.lowering.profile import profile
+from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
+from checkmate_tf.lowering.trace import TracedStep, trace
+from checkmate_tf.planner import Candidate, Planner
+from checkmate_tf.reporting import Report, ScheduleRow
+
+_ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the user asked for; `checkmate_tf.compile` explains each."""
+
+    budget: budgets.Budget
+    strategy: str = "auto"
+    time_limit_s: float = 60.0
+    cache_dir: str | None = None
+    on_progress: Callable[[str, float], None] | None = None
+
+    def progress(self, phase: str, fraction: float) -> None:
+        """Tells how far a phase has come."""
+        if self.on_progress is not None:
+            self.on_progress(phase, fraction)
+
+
+class ProfiledStep:
+    """A traced step with measured costs, from which plans for any budget can be made.
+
+    Args:
+        step: Python training step of one argument.
+        spec: The argument as (nested) tf.TensorSpec with static shapes.
+        settings: What the user asked for.
+    """
+
+    def __init__(self, step: Callable, spec, settings: Settings):
+        self._settings = settings
+        self.phases_s: dict[str, float] = {}
+        with self._phase("trace"):
+            self.traced: TracedStep = trace(step, spec)
+            extracted = extract(self.traced)
+        if not any(t.startswith("Assign") or t.startswith("ResourceApply") for t in extracted.op_graph.types):
+            raise ModelError("the training step updates no variable; there is nothing to plan.")
+        self.device = devices.name_of(self.traced.function.variables)
+        make_room(
+            self.device,
+            int(
+                _ROOM
+                * simulate(extracted.op_graph, compile_plan(extracted.op_graph, range(extracted.op_graph.n))).peak_bytes
+            ),
+            [_variable_bytes(v) for v in self.traced.function.variables],
+        )
+        with self._phase("profile"):
+            self.profile = profile(
+                extracted,
+                self.device,
+                cache_dir=settings.cache_dir,
+                on_progress=lambda done, todo: settings.progress("profile", done / max(todo, 1)),
+            )
+        self.notes = _notes(extracted.unsized)
+        gc.collect()
+        self.base_bytes = devices.in_use_bytes(self.device)
+        batch_bytes = max(1, sum(spec.shape.num_elements() * spec.dtype.size for spec in tf.nest.flatten(spec) if spec))
+        self.planner = Planner(
+            self.profile.op_graph,
+            self.profile.costs,
+            base_bytes=self.base_bytes,
+            allocator_peak=lambda memory, disturbance: devices.allocator_peak(
+                memory, self.device, [batch_bytes] * disturbance
+            ),
+            strategy=settings.strategy,
+        )
+
+    def _phase(self, name: str):
+        return _Phase(self.phases_s, name, self._settings)
+
+    def budget_bytes(self) -> int:
+        """The budget in bytes; for a fraction, of the predicted peak of the unmodified step."""
+        return budgets.parse(
+            self._settings.budget,
+            plain_peak_bytes=self.plain_peak_bytes,
+            device_bytes=lambda: devices.limit_bytes(self.device),
+        )
+
+    def minimum_budget(self) -> Candidate:
+        """The plan with the lowest allocator peak that was found."""
+        with self._phase("solve"):
+            return self.planner.minimum()
+
+    def plain_peak_bytes(self) -> int:
+        """Predicted allocator peak of the unmodified step: ops run as they become ready."""
+        return self.planner.unordered().peak_bytes
+
+    def planned(self) -> PlannedStep:
+        """Plans and builds the step within the budget.
+
+        Raises:
+            BudgetError, InfeasibleBudget, NoScheduleFound: As the planner says.
+        """
+        budget_bytes = self.budget_bytes()
+        return PlannedStep(self, budget_bytes, *self.plan_and_build(budget_bytes))
+
+    def plan_and_build(self, budget_bytes: int):
+        """A plan within the budget and the function that runs it.
+
+        Raises:
+            InfeasibleBudget, NoScheduleFound: As the planner says.
+        """
+        with self._phase("solve"):
+            candidate = self.planner.plan(
+                budget_bytes,
+                time_limit_s=self._settings.time_limit_s,
+                on_progress=lambda seconds, *_: self._settings.progress(
+                    "solve", min(1.0, seconds / self._settings.time_limit_s)
+                ),
+            )
+        return candidate, self.build(candidate)
+
+    def build(self, candidate: Candidate):
+        """The function that runs a plan."""
+        with self._phase("rebuild"):
+            return rebuild(self.traced, candidate.op_graph, candidate.plan)
+
+
+class _Phase:
+    """Books the seconds of a block under a name."""
+
+    def __init__(self, phases_s: dict[str, float], name: str, settings: Settings):
+        self._phases_s, self._name, self._settings = phases_s, name, settings
+
+    def __enter__(self) -> None:
+        self._settings.progress(self._name, 0.0)
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        seconds = time.perf_counter() - self._start
+        self._phases_s[self._name] = self._phases_s.get(self._name, 0.0) + seconds
+        self._settings.progress(self._name, 1.0)
+
+
+class PlannedStep:
+    """A planned step, ready to be called, that measures its own first runs.
+
+    Before the first run the plan is confirmed once more, with the batch in hand: where the batch and
+    the variables lie decides how the allocator rounds. Should a later run take more than the budget,
+    because something has moved since, the step is planned again with that much less.
+    """
+
+    _MEASURED_RUNS = 6
+    _MOST_REPLANS = 3
+    _REPLAN_LIMIT_S = 10.0
+
+    def __init__(self, profiled: ProfiledStep, budget_bytes: int, candidate: Candidate, function):
+        self.budget_bytes = budget_bytes
+        self.candidate = candidate
+        self._profiled = profiled
+        self._function = function
+        self._captured = list(profiled.traced.function.captured_inputs)
+        self._structure = profiled.traced.function.structured_outputs
+        self._confirmed = False
+        self._replans = 0
+        self._peaks: list[int] = []
+        self._seconds: list[float] = []
+        self._notes: list[str] = []
+
+    def __call__(self, data):
+        """Runs the step on one batch of the planned signature; returns what the unmodified step returns."""
+        if not self._confirmed:
+            self._confirm()
+        feeds = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
+        measuring = len(self._peaks) < self._MEASURED_RUNS
+        if measuring:
+            devices.reset_peak(self._profiled.device)
+        before_bytes = max(self.budget_bytes, devices.peak_bytes(self._profiled.device))
+        start = time.perf_counter()
+        results = call_unoptimized(self._function, feeds + self._captured)
+        if measuring and results:
+            results[0].numpy()  # waits for a device that runs asynchronously
+        seconds = time.perf_counter() - start
+        peak_bytes = devices.peak_bytes(self._profiled.device)
+        if measuring:
+            self._seconds.append(seconds)
+            self._peaks.append(peak_bytes)
+        if self._replans < self._MOST_REPLANS and peak_bytes > before_bytes:
+            self._plan_again(peak_bytes)
+        return self._pack(results)
+
+    def _confirm(self) -> None:
+        """Takes a plan that keeps the budget from where memory stands now, one that is known if possible."""
+        self._confirmed = True
+        planner = self._profiled.planner
+        planner.forget_peaks()
+        confirmed = planner.confirmed(self.candidate, self.budget_bytes) or planner.known(self.budget_bytes)
+        if confirmed is None:
+            confirmed = planner.search(self.budget_bytes, time_limit_s=self._REPLAN_LIMIT_S)
+        if confirmed is None:
+            self._note("no plan keeps the budget from where memory stands now; the one that was made is run.")
+        else:
+            self._use(confirmed)
+
+    def _plan_again(self, measured_bytes: int) -> None:
+        """Plans with less, by as much as the measured peak is above the prediction."""
+        unforeseen = max(0, measured_bytes - self.candidate.peak_bytes)
+        self._note(f"a step took {measured_bytes:,} bytes, {unforeseen:,} more than predicted; planned again.")
+        planner = self._profiled.planner
+        planner.forget_peaks()
+        target_bytes = self.budget_bytes - unforeseen
+        found = planner.known(target_bytes) or planner.search(target_bytes, time_limit_s=self._REPLAN_LIMIT_S)
+        if found is None:
+            self._note("no plan keeps the budget with what was measured; the last one stays.")
+            self._replans = self._MOST_REPLANS
+        else:
+            self._replans += 1
+            self._use(found)
+        self._peaks.clear()
+        self._seconds.clear()
+        devices.reset_peak(self._profiled.device)
+
+    def _use(self, candidate: Candidate) -> None:
+        """Runs another plan from now on."""
+        if candidate.plan is not self.candidate.plan:
+            self._function = self._profiled.build(candidate)
+        self.candidate = candidate
+
+    def _note(self, text: str) -> None:
+        self._notes.append(text)
+        _log.warning("%s", text)
+
+    def _pack(self, results: list[tf.Tensor]):
+        return tf.nest.pack_sequence_as(self._structure, results, expand_composites=True)
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Highest allocator peak of the measured runs, the first left out where there are more."""
+        return max(self._peaks[1:] or self._peaks, default=None)
+
+    def plain_peak_at(self, fraction: float) -> int:
+        """Predicted peak of the unmodified step at a batch this many times as large, in bytes."""
+        base = self._profiled.base_bytes
+        return base + round(fraction * (self._profiled.plain_peak_bytes() - base))
+
+    def report(self) -> Report:
+        """What was promised and what was measured."""
+        candidate, profiled = self.candidate, self._profiled
+        graph, plan, solution = candidate.op_graph, candidate.plan, candidate.solution
+        once_s = float(candidate.costs.time_s.sum())
+        bound = solution.bound if solution is not None else once_s
+        seconds = sorted(self._seconds[1:] or self._seconds)
+        return Report(
+            budget_bytes=self.budget_bytes,
+            predicted_peak_bytes=candidate.peak_bytes,
+            measured_peak_bytes=self.measured_peak_bytes,
+            predicted_step_s=candidate.time_s,
+            measured_step_s=seconds[len(seconds) // 2] if seconds else None,
+            predicted_overhead=candidate.overhead,
+            lower_bound=bound,
+            gap=None if not bound else max(0.0, candidate.time_s - bound) / bound,
+            status="optimal" if solution is None else solution.status.value,
+            strategy="checkpoint_all" if solution is None else solution.strategy,
+            phases_s=profiled.phases_s,
+            recomputed={graph.names[op]: times for op, times in plan.recomputed().items() if not graph.is_alias[op]},
+            timeline_bytes=candidate.memory.in_use_bytes + profiled.base_bytes,
+            timeline_split_bytes=_split(candidate, profiled.base_bytes),
+            schedule=_rows(candidate),
+            notes=(*profiled.notes, *self._notes),
+        )
+
+
+def _variable_bytes(variable) -> int:
+    return variable.shape.num_elements() * variable.dtype.size if variable.shape.is_fully_defined() else 0
+
+
+def _notes(unsized: tuple[str, ...]) -> tuple[str, ...]:
+    if not unsized:
+        return ()
+    return (f"{len(unsized)} ops make tensors of unknown size, which are not planned: {', '.join(unsized[:3])}.",)
+
+
+def _split(candidate: Candidate, base_bytes: int) -> dict[str, np.ndarray]:
+    """Bytes in use at each step of a plan, by kind."""
+    graph, plan, memory = candidate.op_graph, candidate.plan, candidate.memory
+    steps = len(plan)
+    change = {kind: np.zeros(steps + 1, dtype=np.int64) for kind in ("forward", "gradient")}
+    kind_of: dict[int, str] = {}
+    for buffer, nbytes, step in zip(
+        memory.event_buffer.tolist(), memory.event_bytes.tolist(), memory.event_step.tolist(), strict=True
+    ):
+        if nbytes > 0:
+            kind_of[buffer] = "gradient" if graph.is_gradient[plan.ops[step]] else "forward"
+            change[kind_of[buffer]][step] += nbytes
+        else:
+            change[kind_of[buffer]][step + 1] += nbytes
+    workspace = np.maximum(candidate.costs.workspace_bytes[plan.ops], 0)
+    forward, gradient = (np.cumsum(change[kind])[:steps] for kind in ("forward", "gradient"))
+    is_gradient = graph.is_gradient[plan.ops]
+    return {
+        "fixed": np.full(steps, base_bytes, dtype=np.int64),
+        "forward": forward - np.where(is_gradient, 0, workspace),
+        "gradient": gradient - np.where(is_gradient, workspace, 0),
+        "workspace": workspace,
+    }
+
+
+def _rows(candidate: Candidate) -> list[ScheduleRow]:
+    """One row per op that computes."""
+    graph, plan = candidate.op_graph, candidate.plan
+    steps: dict[int, list[int]] = {}
+    for step, op in enumerate(plan.ops.tolist()):
+        steps.setdefault(op, []).append(step)
+    return [
+        ScheduleRow(graph.names[op], tuple(steps[op]), bool(graph.is_gradient[op]))
+        for op in range(graph.n)
+        if not graph.is_alias[op] and (graph.op_out_bytes[op] or graph.once[op])
+    ]

@@ -1,0 +1,401 @@
+"""From a profiled step and a budget to a plan that keeps it: order, solve, compile, simulate, tighten, again.
+
+Solvers count tensors; a budget is a promise about the allocator, which counts chunks. The difference
+depends on every allocation before, so it is found by playing each candidate plan on the allocator and
+giving the solver less room until the promise holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from checkmate_tf.budget import format_bytes
+from checkmate_tf.core.coarsen import Coarse, coarsen
+from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.core.order import low_peak_order, permute, ready_order
+from checkmate_tf.core.plan import Plan, compile_plan
+from checkmate_tf.core.problem import Options, Solution
+from checkmate_tf.core.simulate import Memory, simulate, working_set_bytes
+from checkmate_tf.core.validate import validate
+from checkmate_tf.errors import CheckmateError, InfeasibleBudget, NoScheduleFound
+from checkmate_tf.solvers.remote import Point, RemoteSolver
+
+_log = logging.getLogger(__name__)
+
+_SMALL_BYTES = 1 << 16  # values below this are kept: together they are a fraction of a percent
+_FIRST_SHARE, _FIRST_GAP = 0.3, 0.01  # of the time limit, for a first look at each order
+_LATER_SHARE, _LAST_GAP = 0.15, 0.003  # for each round of adjustment
+_NEIGHBOURS, _MOST_NEIGHBOURS = 0.04, 12  # other schedules that are tried: how far around the inner budget, how many
+_MINIMUM_LIMIT_S = 20.0
+_MINIMUM_MARGIN = 1.02
+_MOST_CONFIRMATIONS = 4
+_BOUND_LIMIT_S = 4.0
+_DISTURBANCES = 3  # states of the allocator in which a plan must keep the budget
+_NEVER = np.iinfo(np.int64).max  # peak of a plan that runs out of memory
+_MOST_ROUNDS = 8  # of tightening or loosening the inner budget
+_CLOSE = 0.01  # a peak this close below the budget is not worth another round
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Candidate:
+    """A plan with what it costs and holds.
+
+    Attributes:
+        op_graph: The step in the order that was planned.
+        costs: Its costs.
+        plan: What to run.
+        memory: Its simulation, in tensor bytes, without what is held throughout.
+        peak_bytes: Peak that the allocator will report, everything included.
+        time_s: Sum of the profiled times of all computations.
+        node_peak_bytes: Peak of its nodes in tensor bytes, everything included: the solver's view of it.
+        solution: What the solver says of schedules with that peak, or None where nothing is recomputed.
+    """
+
+    op_graph: OpGraph
+    costs: Costs
+    plan: Plan
+    memory: Memory
+    peak_bytes: int
+    time_s: float
+    node_peak_bytes: int = 0
+    solution: Solution | None = None
+
+    @property
+    def overhead(self) -> float:
+        """Cost of all computations / cost of running every op once."""
+        return self.time_s / float(self.costs.time_s.sum())
+
+    @property
+    def bottleneck(self) -> str:
+        """Name of the op at the peak."""
+        return self.op_graph.names[self.plan.ops[self.memory.peak_step]]
+
+
+class Planner:
+    """Plans one profiled step for any budget; what is learned about the step is kept between budgets.
+
+    Args:
+        op_graph: The step in its original order, with measured storage.
+        costs: Its measured costs.
+        base_bytes: What the device holds before the step: variables, optimizer slots, the batch.
+        allocator_peak: Plays a simulated plan on the allocator, in its present state (0) or in one
+            that is disturbed in the way that the number selects; returns the peak that it would
+            report, everything included, or None where the memory runs out.
+        strategy: Name of the solver.
+    """
+
+    def __init__(
+        self,
+        op_graph: OpGraph,
+        costs: Costs,
+        *,
+        base_bytes: int,
+        allocator_peak: Callable[[Memory, int], int | None],
+        strategy: str = "auto",
+    ):
+        self._op_graph = op_graph
+        self._costs = costs
+        self._allocator_peak = allocator_peak
+        self._base_bytes = base_bytes
+        self.orders = []
+        for delay in (True, False):
+            ordered, ordered_costs = permute(op_graph, costs, low_peak_order(op_graph, delay_gradients=delay))
+            ordered.check()
+            self.orders.append(_Order(ordered, ordered_costs, base_bytes, strategy))
+
+    def store_all(self) -> Candidate:
+        """The plan that recomputes nothing, in the order with the lower peak."""
+        return min((self.evaluate(order, range(order.coarse.graph.n)) for order in self.orders), key=_peak)
+
+    def plan(
+        self,
+        budget_bytes: int,
+        *,
+        time_limit_s: float = 60.0,
+        seed: int = 0,
+        on_progress: Callable[[float, float | None, float | None], None] | None = None,
+    ) -> Candidate:
+        """The cheapest plan found whose allocator peak is within the budget.
+
+        Args:
+            budget_bytes: Everything included.
+            time_limit_s: Seconds for all solves together.
+            seed: Of the search.
+            on_progress: Called with (seconds, cost, bound) at each improvement.
+
+        Raises:
+            InfeasibleBudget: No schedule can meet the budget, proven.
+            NoScheduleFound: None was found in time.
+        """
+        found = self.search(budget_bytes, time_limit_s=time_limit_s, seed=seed, on_progress=on_progress)
+        if found is None:
+            raise self._refusal(budget_bytes)
+        return found
+
+    def search(
+        self,
+        budget_bytes: int,
+        *,
+        time_limit_s: float,
+        seed: int = 0,
+        on_progress: Callable[[float, float | None, float | None], None] | None = None,
+    ) -> Candidate | None:
+        """As `plan`, but returns None where no plan was found."""
+        self.forget_peaks()
+        target_bytes = budget_bytes
+        for _ in range(_MOST_CONFIRMATIONS):
+            candidate = self.store_all()
+            if candidate.peak_bytes > target_bytes:
+                search = _Search(self, target_bytes, time_limit_s, seed, on_progress)
+                candidate = search.run() or self._smallest_within(target_bytes)
+            if candidate is None:
+                return None
+            confirmed = self.confirmed(candidate, budget_bytes) or self.known(budget_bytes)
+            if confirmed is not None:
+                validate(confirmed.op_graph, confirmed.plan)
+                return confirmed
+            target_bytes -= max(self.worst_peak(candidate) - budget_bytes, budget_bytes // 200)
+            time_limit_s /= 2
+        return None
+
+    def known(self, budget_bytes: int) -> Candidate | None:
+        """The cheapest plan of those seen before that is within the budget now, or None."""
+        tried = [(time_s, order, key) for order in self.orders for key, time_s in order.tried.items()]
+        for _, order, key in sorted(tried, key=lambda entry: entry[0]):
+            candidate = self.evaluate(order, np.frombuffer(key, dtype=np.int64))
+            if candidate.peak_bytes <= budget_bytes:
+                confirmed = self.confirmed(candidate, budget_bytes)
+                if confirmed is not None:
+                    return confirmed
+        return None
+
+    def confirmed(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
+        """The same plan with the peak of a later step, or None if it does not always keep the budget.
+
+        The first run changes the allocator's state, and so does whatever else uses the device: a batch
+        that lies elsewhere can move the peak by some percent.
+        """
+        if self.worst_peak(candidate) > budget_bytes:
+            return None
+        peak = self._allocator_peak(candidate.memory, 0)
+        if peak is None or peak > budget_bytes:
+            return None
+        confirmed = dataclasses.replace(candidate, peak_bytes=peak)
+        settled = confirmed.solution is not None or len(confirmed.plan) == confirmed.op_graph.n
+        return confirmed if settled else self._certified(confirmed)
+
+    def worst_peak(self, candidate: Candidate) -> int:
+        """The highest peak of a plan over the states of the allocator in which it must keep the budget."""
+        peaks = [self._allocator_peak(candidate.memory, disturbance) for disturbance in range(_DISTURBANCES)]
+        return _NEVER if None in peaks else max(peaks)
+
+    def minimum(self) -> Candidate:
+        """The plan with the lowest allocator peak that was found, with a peak that `plan` can be held to.
+
+        Searches are limited in time, and the allocator's state changes, so a little is added.
+        """
+        self.forget_peaks()
+        found = sorted(self._small(), key=_peak)[:_MOST_NEIGHBOURS]
+        worst = [self.worst_peak(candidate) for candidate in found]
+        best = int(np.argmin(worst))
+        return dataclasses.replace(found[best], peak_bytes=round(_MINIMUM_MARGIN * worst[best]))
+
+    def forget_peaks(self) -> None:
+        """Drops what the allocator said of plans, because its state has changed since."""
+        for order in self.orders:
+            order.seen.clear()
+
+    def _small(self) -> list[Candidate]:
+        found = []
+        with ThreadPoolExecutor(len(self.orders)) as pool:
+            minima = list(pool.map(lambda order: order.solver.minimum_budget(_MINIMUM_LIMIT_S), self.orders))
+        for order, minimum in zip(self.orders, minima, strict=True):
+            found.append(self.evaluate(order, minimum.schedule.sequence()))
+            found += [self.evaluate(order, point.nodes) for point in order.solver.front()[:_MOST_NEIGHBOURS]]
+        return found
+
+    def _smallest_within(self, budget_bytes: int) -> Candidate | None:
+        """The cheapest of the smallest plans that keep a budget for which the search found nothing."""
+        within = [candidate for candidate in self._small() if candidate.peak_bytes <= budget_bytes]
+        return min(within, key=lambda candidate: candidate.time_s, default=None)
+
+    def unordered(self) -> Candidate:
+        """The unmodified step: each op runs as soon as its inputs are ready, in the order in which they become so."""
+        ordered, costs = permute(self._op_graph, self._costs, ready_order(self._op_graph))
+        return self._simulated(ordered, costs, range(ordered.n))
+
+    def tensor_peak(self, candidate: Candidate) -> int:
+        """Peak in tensor bytes, everything included."""
+        return candidate.memory.peak_bytes + self._base_bytes
+
+    def evaluate(self, order: _Order, nodes: Sequence[int]) -> Candidate:
+        """Compiles and simulates a sequence of nodes, and asks the allocator."""
+        key = np.asarray(nodes, dtype=np.int64).tobytes()
+        if key not in order.seen:
+            candidate = self._simulated(order.op_graph, order.costs, order.coarse.op_sequence(nodes))
+            node_peak = simulate(
+                order.node_graph, compile_plan(order.node_graph, nodes), order.coarse.graph.workspace_bytes
+            )
+            order.seen[key] = dataclasses.replace(
+                candidate, node_peak_bytes=node_peak.peak_bytes + order.coarse.graph.fixed_bytes
+            )
+            order.tried[key] = candidate.time_s
+        return order.seen[key]
+
+    def _certified(self, candidate: Candidate) -> Candidate:
+        """The same plan with the solver's bound for all schedules with its peak."""
+        order = next(order for order in self.orders if order.op_graph is candidate.op_graph)
+        options = Options(time_limit_s=_BOUND_LIMIT_S)
+        return dataclasses.replace(candidate, solution=order.solver.solve(candidate.node_peak_bytes, options))
+
+    def _simulated(self, op_graph: OpGraph, costs: Costs, ops: Sequence[int]) -> Candidate:
+        plan = compile_plan(op_graph, ops)
+        memory = simulate(op_graph, plan, costs.workspace_bytes)
+        peak = self._allocator_peak(memory, 0)
+        return Candidate(
+            op_graph=op_graph,
+            costs=costs,
+            plan=plan,
+            memory=memory,
+            peak_bytes=_NEVER if peak is None else peak,
+            time_s=float(costs.time_s[plan.ops].sum()),
+        )
+
+    def _refusal(self, budget_bytes: int) -> CheckmateError:
+        """The error that fits what is known about the minimum."""
+        smallest = self.minimum()
+        bound = self._base_bytes + working_set_bytes(self._op_graph)
+        hint = (
+            f"Smallest budget found: {format_bytes(smallest.peak_bytes, round_up=True)} "
+            f"({smallest.peak_bytes:,} bytes); its peak is at {smallest.bottleneck}. "
+            "Try: a smaller batch, or a budget above that."
+        )
+        if budget_bytes < bound:
+            return InfeasibleBudget(
+                f"budget must be at least {format_bytes(bound, round_up=True)} ({bound:,} bytes) for this step, "
+                f"proven: what is held throughout and one op's inputs and outputs take that much; "
+                f"got {format_bytes(budget_bytes)}. {hint}",
+                minimum_bytes=smallest.peak_bytes,
+                bottleneck=smallest.bottleneck,
+            )
+        return NoScheduleFound(
+            f"no schedule within {format_bytes(budget_bytes)} ({budget_bytes:,} bytes) was found in time. {hint}",
+            best_peak_bytes=smallest.peak_bytes,
+        )
+
+
+class _Order:
+    """One topological order of the step with its planning graph and solver."""
+
+    def __init__(self, op_graph: OpGraph, costs: Costs, base_bytes: int, strategy: str):
+        self.op_graph = op_graph
+        self.costs = costs
+        self.coarse: Coarse = coarsen(op_graph, costs, small_bytes=_SMALL_BYTES, fixed_bytes=base_bytes)
+        self.solver = RemoteSolver(strategy, self.coarse.graph)
+        self.seen: dict[bytes, Candidate] = {}
+        self.node_graph = OpGraph.from_graph(self.coarse.graph)
+        self.tried: dict[bytes, float] = {}  # nodes -> seconds of each plan so far
+
+
+class _Search:
+    """One search for a plan within one budget."""
+
+    def __init__(self, planner: Planner, budget_bytes: int, time_limit_s: float, seed: int, on_progress):
+        self._planner = planner
+        self._budget = budget_bytes
+        self._start = time.perf_counter()
+        self._limit_s = time_limit_s
+        self._seed = seed
+        self._on_progress = on_progress
+        self.best: Candidate | None = None
+
+    def run(self) -> Candidate | None:
+        """Tries each order quickly, then gives the rest of the time to the better one."""
+        inner = {
+            order: self._budget - self._rounding(self._planner.evaluate(order, range(order.coarse.graph.n)))
+            for order in self._planner.orders
+        }
+        with ThreadPoolExecutor(len(inner)) as pool:  # each order has a process of its own
+            solutions = dict(
+                zip(
+                    inner, pool.map(lambda o: self._solution(o, inner[o], _FIRST_SHARE, _FIRST_GAP), inner), strict=True
+                )
+            )
+        first = {order: self._try(order, inner[order], solutions[order]) for order in inner}
+        order = min(first, key=lambda order: np.inf if first[order] is None else first[order].time_s)
+        self._adjust(order, inner[order])
+        return self.best
+
+    def _adjust(self, order: _Order, inner_bytes: int) -> None:
+        """Moves the solver's budget until the allocator's peak is just within the step's."""
+        too_much = self._budget + 1  # the least inner budget whose plan went beyond the budget
+        for _ in range(_MOST_ROUNDS):
+            left_s = self._limit_s - (time.perf_counter() - self._start)
+            if left_s <= 0:
+                return
+            found = self._try(order, inner_bytes, self._solution(order, inner_bytes, _LATER_SHARE, _LAST_GAP))
+            if found is None:  # rounding was overestimated, or there is nothing
+                inner_bytes, before = (inner_bytes + min(too_much, self._budget)) // 2, inner_bytes
+            elif found.peak_bytes > self._budget:
+                too_much = min(too_much, inner_bytes)
+                inner_bytes, before = inner_bytes - (found.peak_bytes - self._budget) - self._budget // 500, inner_bytes
+            else:
+                slack = self._budget - found.peak_bytes
+                if slack <= _CLOSE * self._budget:
+                    return
+                inner_bytes, before = min(inner_bytes + int(0.7 * slack), (inner_bytes + too_much) // 2), inner_bytes
+            if abs(inner_bytes - before) < self._budget // 1000:
+                return
+
+    def _rounding(self, candidate: Candidate) -> int:
+        """What the allocator adds to the tensor bytes at the peak of a plan."""
+        if candidate.peak_bytes == _NEVER:
+            return 0
+        return max(0, candidate.peak_bytes - self._planner.tensor_peak(candidate))
+
+    def _solution(self, order: _Order, inner_bytes: int, share: float, gap: float) -> Solution:
+        """Solves with a share of the time limit."""
+        options = Options(time_limit_s=share * self._limit_s, gap=gap, seed=self._seed, on_progress=self._on_progress)
+        return order.solver.solve(inner_bytes, options)
+
+    def _try(self, order: _Order, inner_bytes: int, solution: Solution) -> Candidate | None:
+        """Asks the allocator about the solver's schedule and all that come close.
+
+        Returns:
+            The candidate of the solver's schedule, or None where it found none.
+        """
+        found = None
+        if solution.schedule is not None:
+            found = self._consider(order, solution.schedule.sequence())
+        else:
+            _log.debug("no schedule within %d inner bytes: %s", inner_bytes, solution.status)
+        for point in self._close(order, inner_bytes):
+            if self.best is not None and point.cost >= self.best.time_s:
+                break
+            self._consider(order, point.nodes)
+        return found
+
+    def _close(self, order: _Order, inner_bytes: int) -> list[Point]:
+        """Schedules that the solver has seen with a peak near its budget, the cheapest first."""
+        least, most = inner_bytes * (1 - _NEIGHBOURS), min(inner_bytes * (1 + _NEIGHBOURS), self._budget)
+        close = [point for point in order.solver.front() if least <= point.peak_bytes <= most]
+        return sorted(close, key=lambda point: point.cost)[:_MOST_NEIGHBOURS]
+
+    def _consider(self, order: _Order, nodes: Sequence[int]) -> Candidate:
+        candidate = self._planner.evaluate(order, nodes)
+        if candidate.peak_bytes <= self._budget:
+            candidate = dataclasses.replace(candidate, peak_bytes=self._planner.worst_peak(candidate))
+        if candidate.peak_bytes <= self._budget and (self.best is None or candidate.time_s < self.best.time_s):
+            self.best = candidate
+        _log.debug("nodes %d, peak %d, %.4f s", candidate.node_peak_bytes, candidate.peak_bytes, candidate.time_s)
+        return candidate
+
+
+def _peak(candidate: Candidate) -> int:
+    return candidate.peak_bytes

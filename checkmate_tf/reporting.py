@@ -1,0 +1,262 @@
+"""What a planned training step was promised to need, and what it was measured to need."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from checkmate_tf._text import aligned
+from checkmate_tf._version import __version__
+from checkmate_tf.budget import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT = "checkmate_tf.report"
+FORMAT_VERSION = 1
+KINDS = ("fixed", "forward", "gradient", "workspace")
+"""The kinds of memory that `Report.timeline_split_bytes` may tell apart, in the order in which plots stack them."""
+
+_MISSING = "-"
+_RECOMPUTED_SHOWN = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleRow:
+    """When one op runs.
+
+    Attributes:
+        name: Name of the op.
+        steps: Positions in the plan at which it runs, ascending; those after the first are recomputations.
+        is_gradient: The op belongs to the backward pass or to the update.
+    """
+
+    name: str
+    steps: tuple[int, ...]
+    is_gradient: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "steps", tuple(int(step) for step in self.steps))
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What is known about a planned training step. What was not measured or not predicted is None.
+
+    Prints as text, shows as a table in a notebook.
+
+    Attributes:
+        budget_bytes: What the allocator's peak must not exceed; None for a step that runs unplanned.
+        predicted_peak_bytes: The allocator's peak in the simulated plan.
+        measured_peak_bytes: The allocator's peak in a real planned step.
+        plain_peak_bytes: The allocator's peak in the unmodified step.
+        predicted_step_s: Sum of the profiled times of everything that the plan runs.
+        measured_step_s: Time of a real planned step.
+        plain_step_s: Time of the unmodified step.
+        predicted_overhead: Cost of the plan / cost of running every op once.
+        lower_bound: Proven lower bound on the plan's cost, in seconds.
+        gap: (cost - bound) / bound.
+        status: How the search ended ("optimal", "feasible", ...), or "unplanned".
+        strategy: Name of the strategy that found the plan.
+        phases_s: Seconds of each phase on the way to the planned step (trace, profile, solve, rebuild).
+        recomputed: Op name -> how many times it runs beyond the first.
+        timeline_bytes: Predicted bytes in use at each position of the plan.
+        timeline_split_bytes: The same, by kind (a subset of `KINDS`).
+        schedule: One row per op, in the order of the unmodified step.
+        notes: Sentences that the reader should know, such as why a step runs unplanned.
+    """
+
+    budget_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    plain_peak_bytes: int | None = None
+    predicted_step_s: float | None = None
+    measured_step_s: float | None = None
+    plain_step_s: float | None = None
+    predicted_overhead: float | None = None
+    lower_bound: float | None = None
+    gap: float | None = None
+    status: str = "unplanned"
+    strategy: str | None = None
+    phases_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    recomputed: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    timeline_bytes: tuple[int, ...] = ()
+    timeline_split_bytes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    schedule: tuple[ScheduleRow, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for name in ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "plain_peak_bytes"):
+            self._convert(name, int)
+        for name in ("predicted_step_s", "measured_step_s", "plain_step_s", "predicted_overhead", "lower_bound", "gap"):
+            self._convert(name, float)
+        self._convert("phases_s", lambda phases: {name: float(seconds) for name, seconds in phases.items()})
+        self._convert("recomputed", lambda ops: {name: int(times) for name, times in ops.items()})
+        self._convert("timeline_bytes", _ints)
+        self._convert("timeline_split_bytes", _split)
+        self._convert("schedule", tuple)
+        self._convert("notes", tuple)
+
+    def _convert(self, name: str, to) -> None:
+        value = getattr(self, name)
+        if value is not None:
+            object.__setattr__(self, name, to(value))
+
+    @property
+    def overhead(self) -> float | None:
+        """Planned step time / unmodified step time: measured where both were, else predicted."""
+        if self.measured_step_s is None or not self.plain_step_s:
+            return self.predicted_overhead
+        return self.measured_step_s / self.plain_step_s
+
+    def with_notes(self, notes: Iterable[str]) -> Report:
+        """The same report with more sentences."""
+        return dataclasses.replace(self, notes=(*self.notes, *notes))
+
+    def to_json(self) -> str:
+        """The whole report as versioned JSON."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["schedule"] = [dataclasses.asdict(row) for row in self.schedule]
+        head = {"format": FORMAT, "version": FORMAT_VERSION, "written_by": f"checkmate_tf {__version__}"}
+        return json.dumps({**head, **fields}, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The report that `to_json` wrote.
+
+        Args:
+            text: JSON.
+
+        Raises:
+            ValueError: The text is no report, or one of a version that this version of the package does not read.
+        """
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError(f'a report must be a JSON object with "format": "{FORMAT}"; this text is not one.')
+        if data.get("version") != FORMAT_VERSION:
+            raise ValueError(
+                f"a report must have version {FORMAT_VERSION}; this one has {data.get('version')!r} and was written by "
+                f"{data.get('written_by')}. Read it with that version, or make it again."
+            )
+        names = {field.name for field in dataclasses.fields(cls)}
+        missing = sorted(names - data.keys())
+        if missing:
+            raise ValueError(f"a report must have all its fields; this one lacks {', '.join(missing)}.")
+        fields = {name: data[name] for name in names}
+        fields["schedule"] = tuple(ScheduleRow(**row) for row in data["schedule"])
+        return cls(**fields)
+
+    def plot_memory(self) -> Figure:
+        """Predicted bytes in use along the plan, with the budget and the peaks.
+
+        Returns:
+            A Matplotlib figure, not shown.
+
+        Raises:
+            ValueError: The report has no timeline, because the step runs unplanned.
+        """
+        from checkmate_tf.plots import memory
+
+        if not self.timeline_bytes:
+            raise ValueError("a report needs a plan for this plot; this one has none: " + self._why_unplanned())
+        return memory.plot(self)
+
+    def plot_schedule(self) -> Figure:
+        """When each op runs, and which of these runs are recomputations.
+
+        Returns:
+            A Matplotlib figure, not shown.
+
+        Raises:
+            ValueError: The report has no schedule, because the step runs unplanned.
+        """
+        from checkmate_tf.plots import schedule
+
+        if not self.schedule:
+            raise ValueError("a report needs a plan for this plot; this one has none: " + self._why_unplanned())
+        return schedule.plot(self)
+
+    def _why_unplanned(self) -> str:
+        return " ".join(self.notes) or f"its status is {self.status!r}."
+
+    def __str__(self) -> str:
+        """The report as an aligned table; plans and schedules are left to the plots."""
+        heading = ("", "plain", "predicted", "measured")
+        lines = ["checkmate_tf report", *aligned([heading, *_comparison(self)])]
+        label_width = max(len(label) for label, _ in _facts(self))
+        lines += [f"  {label:<{label_width}}  {value}" for label, value in _facts(self)]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in ("", "plain", "predicted", "measured"))
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in _comparison(self)
+        )
+        facts = "".join(
+            f'<tr><td>{html.escape(label)}</td><td colspan="3">{html.escape(value)}</td></tr>'
+            for label, value in _facts(self)
+        )
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}{facts}</tbody></table>{notes}"
+
+
+def _ints(values) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
+
+
+def _split(split: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    unknown = sorted(split.keys() - set(KINDS))
+    if unknown:
+        raise ValueError(f"kinds of memory must be among {KINDS}; got {unknown}.")
+    return {kind: _ints(split[kind]) for kind in KINDS if kind in split}
+
+
+def _bytes(size: int | None) -> str:
+    return _MISSING if size is None else format_bytes(size)
+
+
+def _seconds(time_s: float | None) -> str:
+    return _MISSING if time_s is None else f"{time_s:.3f} s"
+
+
+def _comparison(report: Report) -> Iterator[tuple[str, str, str, str]]:
+    """Rows of the form (quantity, plain, predicted, measured)."""
+    yield (
+        "allocator peak",
+        _bytes(report.plain_peak_bytes),
+        _bytes(report.predicted_peak_bytes),
+        _bytes(report.measured_peak_bytes),
+    )
+    yield (
+        "step time",
+        _seconds(report.plain_step_s),
+        _seconds(report.predicted_step_s),
+        _seconds(report.measured_step_s),
+    )
+
+
+def _facts(report: Report) -> list[tuple[str, str]]:
+    """Rows of the form (label, text), without those of which nothing is known."""
+    facts: list[tuple[str, str | None]] = [
+        ("budget", None if report.budget_bytes is None else _bytes(report.budget_bytes)),
+        ("overhead", None if report.overhead is None else f"{report.overhead:.3f} x the plain step time"),
+        ("lower bound", None if report.lower_bound is None else _seconds(report.lower_bound)),
+        ("gap", None if report.gap is None else f"{100 * report.gap:.2f} %"),
+        ("status", report.status + (f" ({report.strategy})" if report.strategy else "")),
+        ("phases", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.phases_s.items()) or None),
+        ("recomputed", _recomputed(report.recomputed)),
+    ]
+    return [(label, text) for label, text in facts if text is not None]
+
+
+def _recomputed(recomputed: Mapping[str, int]) -> str | None:
+    if not recomputed:
+        return None
+    most = sorted(recomputed.items(), key=lambda item: (-item[1], item[0]))[:_RECOMPUTED_SHOWN]
+    shown = ", ".join(name if times == 1 else f"{name} x {times}" for name, times in most)
+    rest = len(recomputed) - len(most)
+    return f"{len(recomputed)} ops, {sum(recomputed.values())} times: {shown}" + (f", and {rest} more" if rest else "")

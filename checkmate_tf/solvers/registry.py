@@ -1,0 +1,39 @@
+"""The names that `strategy=` takes, and the solver behind each."""
+
+from __future__ import annotations
+
+import importlib
+
+from checkmate_tf.core.graph import Graph
+from checkmate_tf.core.problem import Options, Problem, Solution
+from checkmate_tf.solvers.base import Solver
+
+_STRATEGIES = {
+    "auto": ("checkmate_tf.solvers.auto", "AutoSolver"),
+    "stages": ("checkmate_tf.solvers.stages", "StagesSolver"),
+    "milp": ("checkmate_tf.solvers.milp", "MilpSolver"),
+    "chen_sqrt": ("checkmate_tf.baselines.chen", "ChenSqrtSolver"),
+    "checkpoint_all": ("checkmate_tf.baselines.checkpoint_all", "CheckpointAllSolver"),
+}
+
+
+def names() -> tuple[str, ...]:
+    """All strategies, the default first."""
+    return tuple(_STRATEGIES)
+
+
+def create(name: str, graph: Graph) -> Solver:
+    """A solver of one strategy for one graph.
+
+    Raises:
+        ValueError: No strategy has this name.
+    """
+    if name not in _STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(_STRATEGIES)}; got {name!r}.")
+    module, cls = _STRATEGIES[name]
+    return getattr(importlib.import_module(module), cls)(graph)
+
+
+def solve(problem: Problem, strategy: str = "auto", options: Options | None = None) -> Solution:
+    """Solves one problem with the strategy of that name."""
+    return create(strategy, problem.graph).solve(problem.budget_bytes, options or Options())

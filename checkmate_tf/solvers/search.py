@@ -1,0 +1,246 @@
+"""Large-neighborhood search on a stage model.
+
+Each round fixes most decisions to the incumbent and solves the rest as a small program. Left free
+is where the relaxation (mostly with one half of the nodes or stages fixed, at times with perturbed
+costs) disagrees with the incumbent, or a run of nodes, or a run of stages. While no schedule within
+the budget is known, the same rounds reduce the overflow of the smallest one. The neighborhoods of
+a round are drawn in turn and solved side by side, so a seed gives one course of the search.
+
+References:
+    Danna, Rothberg, Le Pape, Exploring relaxation induced neighborhoods to improve MIP solutions, 2005.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+from checkmate_tf.core.problem import Options
+from checkmate_tf.solvers.base import Recorder
+from checkmate_tf.solvers.linear import Engine, Outcome, mip_parameters, solve_once
+from checkmate_tf.solvers.neighborhood import build_neighborhood
+from checkmate_tf.solvers.relaxation import Relaxation
+from checkmate_tf.solvers.stage_model import StageModel
+from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, mask_of
+
+_LOG = logging.getLogger(__name__)
+
+_ENGINE = Engine.SCIP  # CP-SAT needs ten times as long for these programs; HiGHS is as fast but takes no start
+_ROUND_LIMIT_S = 4.0
+_STALLED_ROUNDS = 12
+_STALLED_ROUNDS_CLOSE = 4  # where the gap is below _CLOSE
+_CLOSE = 2e-3
+_PROGRESS = 5e-5  # of the cost; a round that gains less counts as stalled
+_KINDS = ("guided", "guided", "guided", "relaxed", "nodes", "stages")
+
+
+@dataclasses.dataclass
+class _Sizes:
+    """How much a neighborhood leaves free; grows and shrinks with the time that rounds take.
+
+    Attributes:
+        nodes: Share of the forward nodes.
+        stages: Share of the stages.
+        distance: Least difference between relaxation and incumbent that frees a decision.
+    """
+
+    nodes: float = 0.2
+    stages: float = 0.12
+    distance: float = 0.1
+
+    def adapt(self, kind: str, outcome: Outcome, seconds: float) -> None:
+        """Grows what was solved quickly, shrinks what was not solved."""
+        solved = outcome in (Outcome.OPTIMAL, Outcome.INFEASIBLE)
+        factor = (1.25 if seconds < 0.3 * _ROUND_LIMIT_S else 1.0) if solved else 0.75
+        if kind == "nodes":
+            self.nodes = min(1.0, max(0.02, self.nodes * factor))
+        elif kind == "stages":
+            self.stages = min(1.0, max(0.02, self.stages * factor))
+        else:
+            self.distance = min(0.6, max(0.003, self.distance / factor))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Round:
+    """What one neighborhood gave."""
+
+    kind: str
+    found: StagedSchedule | None
+    outcome: Outcome
+    seconds: float
+
+
+class Search:
+    """Neighborhood search on one model at one budget.
+
+    Args:
+        model: The stage model; schedules outside its restrictions are out of reach.
+        evaluator: Of the same graph.
+        relaxation: Of the model, to guide; None: windows only.
+        relaxed_x: Solution of the relaxation at the budget, or None.
+        budget_bytes: To stay within; while the incumbent exceeds it, its overflow is reduced.
+        recorder: Takes every better schedule.
+        options: Seed, gap and workers.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        evaluator: Evaluator,
+        relaxation: Relaxation | None,
+        relaxed_x: np.ndarray | None,
+        budget_bytes: int,
+        recorder: Recorder,
+        options: Options,
+    ):
+        self._model, self._evaluator, self._relaxation = model, evaluator, relaxation
+        self._relaxed_x, self._budget_bytes = relaxed_x, budget_bytes
+        self._recorder, self._options, self._clock = recorder, options, recorder.clock
+        self._within = model.within()
+        self._never = mask_of(np.nonzero(model.scope.never_held)[0])
+        self._random = np.random.default_rng(options.seed)
+        self._sizes = _Sizes()
+        self._noise_s = 0.0
+        self._current: StagedSchedule | None = None
+
+    def run(
+        self, candidates: Iterable[StagedSchedule], *, until_fits: bool = False, stop_s: float = math.inf
+    ) -> StagedSchedule | None:
+        """Searches until the gap is closed, time is up or rounds stop paying.
+
+        Args:
+            candidates: Schedules to start from; the best that the model can express is taken.
+            until_fits: Stop at the first schedule within the budget.
+            stop_s: Seconds on the recorder's clock at which to stop once a schedule is within the budget.
+        """
+        expressed = [s for s in map(self._express, candidates) if s is not None]
+        if not expressed:
+            return None
+        self._current = min(expressed, key=self._key)
+        self._recorder.offer(self._current)
+        stalled, workers = 0, max(1, min(2, self._options.workers))
+        with concurrent.futures.ThreadPoolExecutor(workers) as threads:
+            while not self._done(until_fits, stop_s) and self._clock.left_s > 0.05:
+                if stalled >= (_STALLED_ROUNDS_CLOSE if self._recorder.gap() < _CLOSE else _STALLED_ROUNDS):
+                    break
+                stalled = 0 if self._round(threads, workers) else stalled + 1
+        return self._current
+
+    def _done(self, until_fits: bool, stop_s: float) -> bool:
+        if self._current.peak_bytes > self._budget_bytes:
+            return False
+        return until_fits or self._clock.elapsed_s > stop_s or self._recorder.gap() <= self._options.gap
+
+    def _express(self, schedule: StagedSchedule) -> StagedSchedule | None:
+        """The schedule on the model's blocks, recomputing only what its windows allow."""
+        held_into = {first: mask for (first, _), mask in zip(schedule.blocks, schedule.held, strict=True)}
+        blocks = self._model.scope.blocks
+        if any(first not in held_into for first, _ in blocks):
+            return None
+        held = [held_into[first] & ~self._never for first, _ in blocks]
+        return self._evaluator.evaluate(blocks, held, self._within)
+
+    def _key(self, schedule: StagedSchedule) -> tuple[int, float]:
+        """Smaller is better: overflow first, then cost."""
+        return max(0, schedule.peak_bytes - self._budget_bytes), schedule.cost
+
+    def _round(self, threads: concurrent.futures.Executor, workers: int) -> bool:
+        """One neighborhood per worker from one incumbent; True when that made progress."""
+        x = self._model.encode(self._current)
+        drawn = [self._draw(x) for _ in range(workers)]
+        futures = [threads.submit(self._solve, kind, free, x) for kind, free in drawn if free is not None]
+        before = self._key(self._current)
+        for future in futures:
+            result = future.result()
+            self._sizes.adapt(result.kind, result.outcome, result.seconds)
+            if result.found is not None and self._key(result.found) <= self._key(self._current):
+                self._current = result.found
+                self._recorder.offer(result.found)
+        after = self._key(self._current)
+        return after[0] < before[0] or (after[0] == before[0] and before[1] - after[1] > _PROGRESS * before[1])
+
+    def _draw(self, x: np.ndarray) -> tuple[str, np.ndarray | None]:
+        """A kind of neighborhood and the decisions that it leaves free."""
+        kind = str(self._random.choice(_KINDS))
+        if self._relaxed_x is None and kind in ("guided", "relaxed"):
+            kind = "stages"
+        if kind == "nodes":
+            return kind, self._window(self._model.node_of, self._model.graph.num_forward, self._sizes.nodes)
+        if kind == "stages":
+            return kind, self._stage_window()
+        target = self._relaxed_x if kind == "relaxed" else self._guide(x)
+        if target is None:
+            return kind, None
+        free = np.abs(target - x) > self._sizes.distance * self._random.random() + 1e-3
+        return kind, free | (self._random.random(len(x)) < 0.03)
+
+    def _window(self, position: np.ndarray, count: int, share: float) -> np.ndarray:
+        width = max(4, int(share * count))
+        first = int(self._random.integers(-width // 2, max(1, count - width // 2)))
+        return (position >= first) & (position < first + width)
+
+    def _stage_window(self) -> np.ndarray:
+        """A run of stages; around the peak while the budget is exceeded."""
+        stage_of = self._model.stage_of
+        if self._current.peak_bytes <= self._budget_bytes:
+            return self._window(stage_of, self._model.scope.num_stages, self._sizes.stages)
+        width = max(4, int(self._sizes.stages * self._model.scope.num_stages))
+        first = self._current.peak_stage - int(self._random.integers(width))
+        return (stage_of >= first) & (stage_of < first + width)
+
+    def _guide(self, x: np.ndarray) -> np.ndarray | None:
+        """The relaxation with one half of the nodes or stages fixed, or with costs that vary by node.
+
+        Fixing keeps the last basis dual feasible and takes little time; other costs do not.
+        """
+        model, budget, cost, fixed = self._model, self._budget_bytes, None, None
+        fits = self._current.peak_bytes <= budget
+        noisy = self._random.random() < 0.25 and self._noise_s < 1.0
+        if noisy or not fits:
+            budget *= 1 - self._random.choice([0, 0.03, 0.08])
+        if noisy:
+            noise = 1 + 0.4 * np.clip(self._random.standard_normal(model.graph.n), -2, 2)
+            cost = model.cost * noise[model.node_of]
+        elif fits:
+            by_node = self._random.random() < 0.5
+            position = model.node_of if by_node else model.stage_of
+            count = model.graph.num_forward if by_node else model.scope.num_stages
+            outside = np.nonzero(~self._window(position, count, 0.5))[0]
+            fixed = (outside, x[outside])
+        began = time.perf_counter()
+        relaxed = self._relaxation.solve(budget, min(_ROUND_LIMIT_S, self._clock.left_s), cost=cost, fixed=fixed)
+        if noisy:
+            self._noise_s = time.perf_counter() - began
+        return relaxed.x
+
+    def _solve(self, kind: str, free: np.ndarray, x: np.ndarray) -> _Round:
+        """Solves one neighborhood of the decisions `x`."""
+        began = time.perf_counter()
+        elastic = self._current.peak_bytes > self._budget_bytes
+        near = build_neighborhood(self._model, x, free, self._budget_bytes, elastic=elastic)
+        if not len(near.free):
+            return _Round(kind, None, Outcome.INFEASIBLE, 0.0)
+        limit = min(_ROUND_LIMIT_S, self._clock.left_s)
+        answer = solve_once(_ENGINE, near.program, mip_parameters(_ENGINE, limit, absolute_gap=1e-5), near.start)
+        found = None
+        if answer.x is not None:
+            held = self._model.held_masks(near.decisions(answer.x))
+            found = self._evaluator.evaluate(self._model.scope.blocks, held, self._within)
+        seconds = time.perf_counter() - began
+        _LOG.debug(
+            "%.1f s: %s, %d free, %d rows, %s in %.2f s, cost %.5f",
+            self._clock.elapsed_s,
+            kind,
+            len(near.free),
+            near.program.rows.num_rows,
+            answer.outcome.value,
+            seconds,
+            found.cost / self._model.graph.total_cost if found else float("nan"),
+        )
+        return _Round(kind, found, answer.outcome, seconds)

@@ -1,0 +1,386 @@
+"""The stage model: first recomputations, then the stage's block, as a mixed-integer program.
+
+Per stage t and value i that is still useful:
+
+    S[t,i]  held from the stage before            P[t,i]  present after its slot in the stage
+    R[t,i] := P[t,i] - S[t,i]  recomputed         A[t,i,p]  still alive when its p-th user of the stage runs
+
+    min   sum C_i (P[t,i] - S[t,i])
+    (1)   S[t,i] <= P[t,i]
+    (2)   R[t,u] <= A[t,i,p]            u the p-th user of i in the stage
+    (3)   A[t,i,p+1] <= A[t,i,p]        with A[t,i,0] = P[t,i] and A[t,i,last] = S[t+1,i]
+    (4)   V[q] = V[q-1] + (M + W) R(q) - W R(q-1) - sum over values i read at q-1 of M_i (A[t,i,p] - A[t,i,p+1])
+    (5)   V[q] <= B                     at each computation q, in order
+
+Uses by the block itself make A = 1 before them. Liveness is exact without Checkmate's FREE
+variables and products, and without big constants.
+
+References:
+    Jain et al., Checkmate, MLSys 2020, section 4; Shah et al., MONeT, ICLR 2021 (forward and backward stages).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from checkmate_tf.core.graph import Graph
+from checkmate_tf.solvers.linear import (
+    AT_LOWER,
+    AT_UPPER,
+    BASIC,
+    FIXED,
+    ONE,
+    ZERO,
+    Basis,
+    LinearModel,
+    Rows,
+    SparseRows,
+)
+from checkmate_tf.solvers.scope import Restrictions, Scope, build_scope
+from checkmate_tf.solvers.staged import StagedSchedule, masks_from_rows, rows_from_masks
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StageModel:
+    """A built stage model; everything but the budget.
+
+    Attributes:
+        graph: What it plans.
+        restrictions: What it leaves out.
+        scope: Where its variables are.
+        held: int (T + 1, n). Code of S[t,i]: a column, ONE or ZERO.
+        present: int (T, n). Code of P[t,i].
+        logic: Rows (1) to (3).
+        memory: Rows of (4) over the model's columns: row q gives V[q] - V[q-1] - memory_constant[q], in
+            units of `unit_bytes`.
+        memory_constant: float (Q,).
+        cost: Objective per column, in units of `unit_cost`.
+        cost_constant: Objective of what always runs.
+        alive_column: Columns of A[t,i,p], with their stage, node and p-th user.
+        stage_of: Stage of each column.
+        node_of: Node of each column.
+        place: (stage, node) of each computation q.
+    """
+
+    graph: Graph
+    restrictions: Restrictions
+    scope: Scope
+    held: np.ndarray
+    present: np.ndarray
+    logic: SparseRows
+    memory: SparseRows
+    memory_constant: np.ndarray
+    cost: np.ndarray
+    cost_constant: float
+    alive_column: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+    stage_of: np.ndarray
+    node_of: np.ndarray
+    place: tuple[np.ndarray, np.ndarray]
+    unit_bytes: float
+    unit_cost: float
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the decisions: S, P and A."""
+        return len(self.cost)
+
+    @property
+    def num_places(self) -> int:
+        """Computations whose memory is counted: columns V of `linear_model`."""
+        return len(self.memory_constant)
+
+    def within(self) -> list[int]:
+        """Per stage, the nodes that may be recomputed, as bit sets."""
+        return masks_from_rows(self.scope.again)
+
+    def linear_model(self, budget_bytes: float) -> LinearModel:
+        """The whole program; columns V follow the decisions."""
+        columns, places = self.num_columns, self.num_places
+        q = np.arange(places)
+        row = np.concatenate(
+            [
+                self.logic.row,
+                self.memory.row + self.logic.num_rows,
+                q + self.logic.num_rows,
+                q[1:] + self.logic.num_rows,
+            ]
+        )
+        column = np.concatenate([self.logic.column, self.memory.column, q + columns, q[:-1] + columns])
+        value = np.concatenate([self.logic.value, -self.memory.value, np.ones(places), -np.ones(max(0, places - 1))])
+        rows = SparseRows(
+            row,
+            column,
+            value,
+            np.concatenate([self.logic.lower, self.memory_constant]),
+            np.concatenate([self.logic.upper, self.memory_constant]),
+            columns + places,
+        ).compressed()
+        return LinearModel(
+            rows,
+            np.concatenate([self.cost, np.zeros(places)]),
+            np.concatenate([np.zeros(columns), np.full(places, -np.inf)]),
+            self.upper_bounds(budget_bytes),
+            np.concatenate([self.integer(), np.zeros(places, bool)]),
+        )
+
+    def upper_bounds(self, budget_bytes: float) -> np.ndarray:
+        """Upper bounds of all columns: 1 for decisions, the budget for V (5)."""
+        available = (budget_bytes - self.graph.fixed_bytes) / self.unit_bytes
+        return np.concatenate([np.ones(self.num_columns), np.full(self.num_places, available)])
+
+    def hold_all_basis(self) -> Basis:
+        """A dual feasible basis at which everything useful is held.
+
+        P is basic in rows (1) and V in rows (4), so that raising the duals of (1) to the costs makes
+        all reduced costs vanish or keep S at its upper bound. Whatever the budget, the dual simplex
+        method then has only (5) to repair.
+        """
+        columns = np.full(self.num_columns + self.num_places, AT_UPPER)
+        rows = np.full(self.logic.num_rows + self.num_places, BASIC)
+        at = self._held_or_recomputed()
+        unheld = self.scope.again & (self.present >= 0) & (self.held[:-1] == ZERO)
+        columns[self.present[unheld]] = AT_LOWER
+        alive, stage, node, _ = self.alive_column
+        columns[alive[self.held[stage + 1, node] == ZERO]] = AT_LOWER
+        columns[self.present[at]] = BASIC
+        columns[self.num_columns :] = BASIC
+        rows[: int(at.sum())] = AT_UPPER
+        rows[self.logic.num_rows :] = FIXED
+        return Basis(columns, rows)
+
+    def _held_or_recomputed(self) -> np.ndarray:
+        """Places of rows (1), the first of `logic`."""
+        return self.scope.again & (self.present != ONE) & (self.held[:-1] != ZERO)
+
+    def integer(self) -> np.ndarray:
+        """Which decisions must be whole: S and P. A follows."""
+        whole = np.ones(self.num_columns, bool)
+        whole[self.alive_column[0]] = False
+        return whole
+
+    def memory_of(self, x: np.ndarray) -> np.ndarray:
+        """V[q] in bytes for decisions x, fixed bytes not included."""
+        return np.cumsum(self.memory_constant + self.memory.times(x)) * self.unit_bytes
+
+    def cost_of(self, x: np.ndarray) -> float:
+        """Objective in the graph's unit for decisions x."""
+        return (self.cost_constant + float(self.cost @ x)) * self.unit_cost
+
+    def encode(self, schedule: StagedSchedule) -> np.ndarray:
+        """Decisions of a schedule on this model's blocks that recomputes within scope only."""
+        n = self.graph.n
+        held = rows_from_masks([*schedule.held, 0], n)
+        again = rows_from_masks(schedule.recomputed, n)
+        x = np.zeros(self.num_columns)
+        column = self.held >= 0
+        x[self.held[column]] = held[column]
+        column = self.present >= 0
+        x[self.present[column]] = (held[:-1] | again)[column]
+        alive, stage, node, user = self.alive_column
+        value = held[stage + 1, node]
+        for k in np.nonzero(~value)[0]:
+            later = [u for u in self.graph.users[node[k]] if u >= user[k]]
+            value[k] = again[stage[k], later].any()
+        x[alive] = value
+        return x
+
+    def held_masks(self, x: np.ndarray, threshold: float = 0.5) -> list[int]:
+        """Per stage, the values with S[t,i] >= threshold, as bit sets."""
+        values = np.concatenate([x, [0.0, 1.0]])  # codes ZERO = -2 and ONE = -1 index the last two
+        return masks_from_rows(values[self.held[:-1]] >= threshold)
+
+
+def build_stage_model(graph: Graph, restrictions: Restrictions, scope: Scope | None = None) -> StageModel:
+    """Builds the program from arrays, without a Python object per term.
+
+    Args:
+        graph: To plan.
+        restrictions: What to leave out.
+        scope: Of the same graph and restrictions, if it is at hand.
+    """
+    return _Builder(graph, restrictions, scope or build_scope(graph, restrictions)).build()
+
+
+class _Builder:
+    def __init__(self, graph: Graph, restrictions: Restrictions, scope: Scope):
+        self.graph = graph
+        self.restrictions = restrictions
+        self.scope = scope
+        self.unit_bytes = max(1.0, float(graph.out_bytes.sum()))
+        self.unit_cost = graph.total_cost or 1.0
+        self.bytes = graph.out_bytes / self.unit_bytes
+        self.workspace = graph.workspace_bytes / self.unit_bytes
+        self.block_of = np.zeros(graph.n, np.int64)
+        for t, (first, end) in enumerate(self.scope.blocks):
+            self.block_of[first:end] = t
+        self.stage_of: list[np.ndarray] = []
+        self.node_of: list[np.ndarray] = []
+        self.num_columns = 0
+        self.logic, self.memory = Rows(), Rows()
+        self.alive: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def build(self) -> StageModel:
+        self._place_held()
+        self._place_present()
+        self._place_computations()
+        self._recomputation_needs_no_value_held()
+        self._allocate()
+        for node in range(self.graph.n):
+            self._follow_value(node)
+        self._objective()
+        columns = self.num_columns
+        memory = self.memory.finish(columns)
+        constant = -memory.lower
+        return StageModel(
+            self.graph,
+            self.restrictions,
+            self.scope,
+            self.held,
+            self.present,
+            self.logic.finish(columns),
+            memory,
+            constant,
+            self.cost,
+            self.cost_constant,
+            tuple(np.concatenate(part) if part else np.zeros(0, np.int64) for part in zip(*self.alive, strict=True))
+            if self.alive
+            else (np.zeros(0, np.int64),) * 4,
+            np.concatenate(self.stage_of) if self.stage_of else np.zeros(0, np.int64),
+            np.concatenate(self.node_of) if self.node_of else np.zeros(0, np.int64),
+            self.place,
+            self.unit_bytes,
+            self.unit_cost,
+        )
+
+    def _columns(self, stages: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+        """New columns, one per (stage, node)."""
+        columns = np.arange(self.num_columns, self.num_columns + len(stages))
+        self.num_columns += len(stages)
+        self.stage_of.append(stages)
+        self.node_of.append(np.broadcast_to(nodes, stages.shape))
+        return columns
+
+    def _place_held(self) -> None:
+        """S[t,i] for useful values; one column through stages that cannot touch the value."""
+        scope, n, stages = self.scope, self.graph.n, self.scope.num_stages
+        must = np.logical_or.accumulate(scope.reads[::-1], axis=0)[::-1] & ~scope.recomputable & scope.useful
+        passes = scope.useful & ~scope.reach
+        same = np.zeros((stages, n), bool)
+        same[1:] = passes[:-1] & scope.useful[1:]
+        fresh = scope.useful & ~must & ~scope.never_held & ~same
+        self.held = np.full((stages + 1, n), ZERO, np.int64)
+        self.held[:-1][must] = ONE
+        at = np.nonzero(fresh)
+        self.held[:-1][fresh] = self._columns(*at)
+        for t in range(1, stages):
+            self.held[t, same[t]] = self.held[t - 1, same[t]]
+
+    def _place_present(self) -> None:
+        """P[t,i]: 1 in its own block and where the block reads it, S where it cannot be recomputed."""
+        scope = self.scope
+        self.present = np.where(scope.useful, self.held[:-1], ZERO)
+        self.present[self.block_of, np.arange(self.graph.n)] = ONE
+        self.present[scope.again & scope.reads] = ONE
+        free = scope.again & ~scope.reads
+        self.present[free] = self._columns(*np.nonzero(free))
+
+    def _place_computations(self) -> None:
+        """Numbers the computations q in order of execution."""
+        runs = self.scope.again.copy()
+        runs[self.block_of, np.arange(self.graph.n)] = True
+        self.place = np.nonzero(runs)
+        self.place_of = np.full(runs.shape, -1, np.int64)
+        self.place_of[runs] = self.memory.new(len(self.place[0]), 0.0, 0.0)
+        self.last_place = len(self.place[0]) - 1
+
+    def _recomputation_needs_no_value_held(self) -> None:
+        """(1) S <= P."""
+        at = self.scope.again & (self.present != ONE) & (self.held[:-1] != ZERO)
+        rows = self.logic.new(int(at.sum()), -np.inf, 0.0)
+        self.logic.add(rows, self.held[:-1][at], 1.0)
+        self.logic.add(rows, self.present[at], -1.0)
+
+    def _allocate(self) -> None:
+        """(4) What a computation adds, and its workspace, which it gives back."""
+        stage, node = self.place
+        rows, size, workspace = self.place_of[stage, node], self.bytes[node], self.workspace[node]
+        held = np.where(self.block_of[node] == stage, ZERO, self.held[stage, node])
+        for codes, sign in ((self.present[stage, node], 1.0), (held, -1.0)):
+            self.memory.add(rows, codes, sign * (size + workspace))
+            self._add_after(rows, codes, -sign * workspace)
+
+    def _add_after(self, places: np.ndarray, codes: np.ndarray, coefficient) -> None:
+        """Adds to V from the computation after `places` on."""
+        follows = places < self.last_place
+        coefficient = np.broadcast_to(coefficient, places.shape)
+        self.memory.add(places[follows] + 1, codes[follows], coefficient[follows])
+
+    def _follow_value(self, node: int) -> None:
+        """(2), (3) and the releases of (4) for one value, from its last use in each stage back to its first."""
+        scope, users = self.scope, self.graph.users[node]
+        stages = np.nonzero(scope.reach[:, node])[0]
+        stages = np.concatenate([[self.block_of[node]], stages[stages > self.block_of[node]]])
+        alive = self.held[stages + 1, node].copy()
+        self._release_after_block(node, users, stages, alive)
+        present = self.present[stages, node]
+        if not users:
+            return
+        again = scope.again[stages][:, list(users)]
+        first = np.argmax(again, axis=1)
+        for p in range(len(users) - 1, -1, -1):
+            if again[:, p].any():
+                at = np.nonzero(again[:, p])[0]
+                before = self._alive_before(node, users[p], stages[at], alive[at], present[at], first[at] == p)
+                self._use(node, users[p], stages[at], before, alive[at])
+                alive[at] = before
+
+    def _release_after_block(self, node: int, users, stages: np.ndarray, alive: np.ndarray) -> None:
+        """The stage's block reads (or computes) the value: it is alive until then, and then only if handed on."""
+        last = dict.fromkeys([int(self.block_of[node])], node)
+        for u in users:
+            last[int(self.block_of[u])] = u
+        at = np.array([k for k, t in enumerate(stages.tolist()) if t in last], np.int64)
+        places = self.place_of[stages[at], [last[int(t)] for t in stages[at]]]
+        self._release(places, np.full(len(at), ONE), alive[at], self.bytes[node])
+        alive[at] = ONE
+
+    def _alive_before(self, node, user, stages, alive, present, is_first) -> np.ndarray:
+        """Codes of A before the computation of `user`: 1, P or a new column."""
+        before = np.where(alive == ONE, ONE, np.where(is_first, present, ZERO))
+        new = (alive != ONE) & ~is_first
+        before[new] = self._columns(stages[new], np.int64(node))
+        count = int(new.sum())
+        if count:
+            self.alive.append((before[new], stages[new], np.full(count, node), np.full(count, user)))
+        return before
+
+    def _use(self, node, user, stages, before, after) -> None:
+        """(2) alive when used, (3) never alive again, and the release between them."""
+        rows_at = before != ONE
+        rows = self.logic.new(int(rows_at.sum()), -np.inf, 0.0)
+        self.logic.add(rows, self.present[stages[rows_at], user], 1.0)
+        self.logic.add(rows, self.held[stages[rows_at], user], -1.0)
+        self.logic.add(rows, before[rows_at], -1.0)
+        rows_at = (before != ONE) & (after != ZERO) & (before != after)
+        rows = self.logic.new(int(rows_at.sum()), -np.inf, 0.0)
+        self.logic.add(rows, after[rows_at], 1.0)
+        self.logic.add(rows, before[rows_at], -1.0)
+        changed = before != after
+        self._release(self.place_of[stages[changed], user], before[changed], after[changed], self.bytes[node])
+
+    def _release(self, places, before, after, size: float) -> None:
+        self._add_after(places, before, -size)
+        self._add_after(places, after, size)
+
+    def _objective(self) -> None:
+        """sum C_i (P - S) on top of one run of every node."""
+        stage, node = np.nonzero(self.scope.again)
+        unit = self.graph.cost[node] / self.unit_cost
+        self.cost = np.zeros(self.num_columns)
+        self.cost_constant = self.graph.total_cost / self.unit_cost
+        for codes, sign in ((self.present[stage, node], 1.0), (self.held[stage, node], -1.0)):
+            column = codes >= 0
+            np.add.at(self.cost, codes[column], sign * unit[column])
+            self.cost_constant += sign * float(unit[codes == ONE].sum())

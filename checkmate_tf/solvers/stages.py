@@ -1,0 +1,205 @@
+"""The main engine: stage model, relaxation, rounding, neighborhood search.
+
+The bound is the relaxation's, for the stage model that was solved: `Solution.bound_of` names what
+that model leaves out. Every schedule counts that was ever seen, whichever model it came from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+
+from checkmate_tf.core.graph import Graph
+from checkmate_tf.core.problem import Options, Solution, Status
+from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
+from checkmate_tf.solvers.linear import Engine, Outcome, mip_parameters, solve_once
+from checkmate_tf.solvers.minimum import needed_bytes
+from checkmate_tf.solvers.relaxation import BOUND_SLACK, Relaxation, Relaxed
+from checkmate_tf.solvers.rounding import round_relaxation
+from checkmate_tf.solvers.scope import Restrictions, Scope, build_scope
+from checkmate_tf.solvers.search import Search
+from checkmate_tf.solvers.stage_model import StageModel, build_stage_model
+from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
+from checkmate_tf.solvers.starts import start_schedules
+
+_LOG = logging.getLogger(__name__)
+
+# From everything to little; each is solved in a fraction of the time of the one before. A window of
+# five hops costs some 0.05 % on deep networks, and a twentieth of the time of twelve.
+_MODELS = (
+    Restrictions(),
+    Restrictions(window=20),
+    Restrictions(window=20, merge=True, nostore=True),
+    Restrictions(window=12, merge=True, nostore=True),
+    Restrictions(window=8, merge=True, nostore=True),
+    Restrictions(window=5, merge=True, nostore=True),
+    Restrictions(window=3, merge=True, nostore=True),
+)
+# Graphs without a backward pass: every node has a stage.
+_PER_NODE = (
+    Restrictions(forward_once=False),
+    Restrictions(forward_once=False, window=20),
+    Restrictions(forward_once=False, window=10),
+    Restrictions(forward_once=False, window=5),
+)
+_WIDE = (Restrictions(), Restrictions(window=20), Restrictions(window=10), Restrictions(window=5))  # for small peaks
+_FIRST_RESTRICTED = 2  # model to begin with at the earliest, as what is left out makes the relaxation tighter,
+_SMALL = 80  # unless the graph has at most so many nodes
+_RELAX_SHARE = 0.4  # of the time left, for one relaxation
+_SEARCH_SHARE = 0.7  # of the time limit, so that some is left to raise the bound
+_BOUND_LIMIT_S = 12.0
+_BOUND_LEAST_S = 0.5
+_CLOSE = 5e-3  # a gap that is not worth raising the bound for
+_QUICK = 4000  # recomputable places (stage, node) of a model whose relaxation takes about a second
+_LARGE = 40000  # and of one that is not tried
+_TIGHTENED = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)  # budgets 1 - eps at which the relaxation is rounded, too
+
+
+class StagesSolver(Solver):
+    """Stage model, relaxation, rounding and large-neighborhood search."""
+
+    name = "stages"
+
+    def __init__(self, graph: Graph):
+        super().__init__(graph)
+        self.evaluator = Evaluator(graph)
+        self.pool = Pool()
+        self._models = _MODELS if graph.is_gradient.any() else _PER_NODE
+        self._seeded = False
+        self._least_bytes = int(needed_bytes(graph, gradients_once=True).max(initial=0))
+        self._relaxations: dict[Restrictions, Relaxation] = {}
+        self._infeasible_bytes: dict[Restrictions, int] = {}
+        self._scopes: dict[Restrictions, Scope] = {}
+
+    def solve(self, budget_bytes: int, options: Options) -> Solution:
+        """See Solver.solve. INFEASIBLE is proven for forward-once schedules only."""
+        clock = Clock(options.time_limit_s)
+        self._seed(options)
+        recorder = Recorder(self.pool, budget_bytes, clock, options)
+        clock.phase("start")
+        if self.evaluator.store_all.peak_bytes <= budget_bytes:
+            recorder.raise_bound(self.graph.total_cost)
+            return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of="checkmate")
+        if budget_bytes < self._least_bytes:
+            return self._solution(recorder, clock, status=Status.INFEASIBLE)
+        restrictions, relaxed = self._relax(budget_bytes, clock)
+        clock.phase("relax")
+        if relaxed.x is None:
+            proven = relaxed.outcome is Outcome.INFEASIBLE and restrictions == self._models[0]
+            if not proven:
+                self._wide_search(budget_bytes, recorder, options).run(self.pool.front())
+                clock.phase("search")
+            return self._solution(recorder, clock, status=Status.INFEASIBLE if proven else None)
+        recorder.raise_bound(relaxed.bound)
+        relaxation = self._relaxations[restrictions]
+        self._round(relaxation, relaxed, budget_bytes, recorder, options)
+        clock.phase("round")
+        if recorder.gap() > options.gap:
+            search = Search(relaxation.model, self.evaluator, relaxation, relaxed.x, budget_bytes, recorder, options)
+            inside = search.run(self.pool.front(), stop_s=_SEARCH_SHARE * options.time_limit_s)
+            clock.phase("search")
+            if inside is not None and recorder.gap() > max(options.gap, _CLOSE):
+                self._raise_bound(relaxation.model, inside, budget_bytes, recorder)
+                clock.phase("bound")
+        proven = recorder.gap() <= 1e-6
+        return self._solution(
+            recorder,
+            clock,
+            status=Status.OPTIMAL if proven else Status.FEASIBLE,
+            bound_of=restrictions.model_name(),
+        )
+
+    def smallest(self, target_bytes: int, options: Options) -> StagedSchedule:
+        """The schedule with the smallest peak found; the search ends when it is at most `target_bytes`."""
+        clock = Clock(options.time_limit_s)
+        self._seed(options)
+        recorder = Recorder(self.pool, target_bytes, clock, options)
+        if self.pool.smallest().peak_bytes > target_bytes and self.graph.num_forward:
+            search = self._wide_search(target_bytes, recorder, options)
+            search.run(self.pool.front(), until_fits=True)
+        return self.pool.smallest()
+
+    def _wide_search(self, budget_bytes: int, recorder: Recorder, options: Options) -> Search:
+        """A search without a relaxation to guide it, on a model that reaches small peaks."""
+        wide = _WIDE if self.graph.is_gradient.any() else _PER_NODE
+        restrictions = next(r for r in wide if self._places(r) <= _QUICK or r == wide[-1])
+        model = build_stage_model(self.graph, restrictions, self._scope(restrictions))
+        return Search(model, self.evaluator, None, None, budget_bytes, recorder, options)
+
+    def _seed(self, options: Options) -> None:
+        """Puts the schedules that need no search into the pool."""
+        if options.hint is not None:
+            self.pool.add(self.evaluator.of_schedule(options.hint))
+        if not self._seeded:
+            self._seeded = True
+            for schedule in start_schedules(self.evaluator):
+                self.pool.add(schedule)
+
+    def _ladder(self) -> Iterator[Restrictions]:
+        """Models to try until one is not infeasible at the budget: the least restricted quick one, then larger ones."""
+        models = self._models
+        first = 0 if self.graph.n <= _SMALL else _FIRST_RESTRICTED
+        quick = next((k for k in range(first, len(models)) if self._places(models[k]) <= _QUICK), len(models) - 1)
+        for k in range(quick, -1, -1):
+            if k == quick or self._places(models[k]) <= _LARGE:
+                yield models[k]
+
+    def _places(self, restrictions: Restrictions) -> int:
+        return int(self._scope(restrictions).again.sum())
+
+    def _scope(self, restrictions: Restrictions) -> Scope:
+        if restrictions not in self._scopes:
+            self._scopes[restrictions] = build_scope(self.graph, restrictions)
+        return self._scopes[restrictions]
+
+    def _relax(self, budget_bytes: int, clock: Clock) -> tuple[Restrictions, Relaxed]:
+        """Solves the relaxation of the first model that the budget does not make infeasible."""
+        relaxed = Relaxed(Outcome.NOTHING, None, float("-inf"))
+        for restrictions in self._ladder():
+            if budget_bytes <= self._infeasible_bytes.get(restrictions, -1):
+                relaxed = Relaxed(Outcome.INFEASIBLE, None, float("-inf"))
+                continue
+            relaxation = self._relaxation(restrictions, budget_bytes)
+            relaxed = relaxation.solve(budget_bytes, _RELAX_SHARE * clock.left_s)
+            _LOG.debug("%s: %s, bound %s", restrictions, relaxed.outcome, relaxed.bound)
+            if relaxed.outcome is not Outcome.INFEASIBLE:
+                break
+            self._infeasible_bytes[restrictions] = budget_bytes
+        return restrictions, relaxed
+
+    def _relaxation(self, restrictions: Restrictions, budget_bytes: int) -> Relaxation:
+        if restrictions not in self._relaxations:
+            model = build_stage_model(self.graph, restrictions, self._scope(restrictions))
+            self._relaxations[restrictions] = Relaxation(model, budget_bytes)
+        return self._relaxations[restrictions]
+
+    def _raise_bound(self, model: StageModel, inside: StagedSchedule, budget_bytes: int, recorder: Recorder) -> None:
+        """Branch and bound on the whole model, from its best schedule: mostly for the bound."""
+        limit = min(_BOUND_LIMIT_S, recorder.clock.left_s)
+        if limit < _BOUND_LEAST_S or inside.peak_bytes > budget_bytes:
+            return
+        x = model.encode(inside)
+        start = np.concatenate([x, model.memory_of(x) / model.unit_bytes])
+        parameters = mip_parameters(Engine.SCIP, limit, absolute_gap=1e-6)
+        answer = solve_once(Engine.SCIP, model.linear_model(budget_bytes), parameters, start)
+        if np.isfinite(answer.bound):
+            recorder.raise_bound((answer.bound + model.cost_constant - BOUND_SLACK) * model.unit_cost)
+        if answer.x is not None:
+            held = model.held_masks(answer.x[: model.num_columns])
+            recorder.offer(self.evaluator.evaluate(model.scope.blocks, held, model.within()))
+
+    def _round(self, relaxation: Relaxation, relaxed: Relaxed, budget_bytes: int, recorder, options) -> None:
+        """Rounds the relaxation at the budget and at tighter ones, until a tighter one cannot pay."""
+        for schedule in round_relaxation(relaxation.model, self.evaluator, relaxed.x):
+            recorder.offer(schedule)
+        for eps in _TIGHTENED:
+            best = recorder.best
+            if recorder.gap() <= options.gap:
+                return
+            tighter = relaxation.solve(budget_bytes * (1 - eps), recorder.clock.left_s)
+            if tighter.x is None or (best is not None and tighter.bound >= best.cost):
+                return
+            for schedule in round_relaxation(relaxation.model, self.evaluator, tighter.x):
+                recorder.offer(schedule)

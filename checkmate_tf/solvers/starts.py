@@ -1,0 +1,45 @@
+"""Schedules that need no search: where the searches begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from checkmate_tf.baselines.chen import chen_schedules, uniform_checkpoints
+from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, gradient_blocks, mask_of
+
+_LOOKAHEAD = (0, 2, 8, 32)  # stages
+
+
+def start_schedules(evaluator: Evaluator) -> Iterator[StagedSchedule]:
+    """Everything stored, Chen's segments, and little stored, with every look-ahead."""
+    yield evaluator.store_all
+    forward = evaluator.graph.num_forward
+    if forward < 2 or forward == evaluator.graph.n:
+        return
+    yield from chen_schedules(evaluator)
+    for segments in np.unique([1, *np.geomspace(4, forward, 4).round()]).astype(int):
+        checkpoints = uniform_checkpoints(evaluator.graph, int(segments))
+        for stages in _LOOKAHEAD:
+            yield lookahead_schedule(evaluator, checkpoints, stages)
+
+
+def lookahead_schedule(evaluator: Evaluator, checkpoints: list[int], stages: int) -> StagedSchedule:
+    """Holds checkpoints and what the next `stages` stages read, and recomputes the rest.
+
+    Without checkpoints and look-ahead everything is recomputed from the start in every stage: the
+    dearest schedule, and of those in this order close to the smallest.
+    """
+    graph = evaluator.graph
+    forward = graph.num_forward
+    always = mask_of(checkpoints) | (1 << graph.n) - (1 << forward)
+    blocks = gradient_blocks(graph, merge=False)
+    read = [evaluator.deps[first] for first, _ in blocks]
+    held = [0]
+    for t in range(1, len(blocks)):
+        soon = 0
+        for mask in read[t : t + stages]:
+            soon |= mask
+        held.append(always | soon)
+    return evaluator.evaluate(blocks, held)

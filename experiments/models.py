@@ -1,0 +1,111 @@
+"""The models of the experiments, and one batch of data for each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import keras
+import numpy as np
+from keras import layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model with its batch.
+
+    Attributes:
+        build: Makes the compiled model.
+        batch: Makes (x, y) from a NumPy random generator.
+        batch_size: Rows of the batch.
+    """
+
+    build: Callable[[], keras.Model]
+    batch: Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]
+    batch_size: int
+
+
+def unet(size: int = 256, filters: int = 64, classes: int = 2) -> keras.Model:
+    """The classic U-Net: five levels of two convolutions, skips by concatenation.
+
+    References:
+        Ronneberger et al., U-Net, MICCAI 2015.
+    """
+
+    def double_convolution(x, filters):
+        for _ in range(2):
+            x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
+        return x
+
+    inputs = x = keras.Input((size, size, 3))
+    skips = []
+    for _ in range(4):
+        x = double_convolution(x, filters)
+        skips.append(x)
+        x = layers.MaxPooling2D()(x)
+        filters *= 2
+    x = double_convolution(x, filters)
+    for skip in reversed(skips):
+        filters //= 2
+        x = layers.Conv2DTranspose(filters, 2, strides=2)(x)
+        x = double_convolution(layers.Concatenate()([skip, x]), filters)
+    return keras.Model(inputs, layers.Conv2D(classes, 1)(x), name="unet")
+
+
+def transformer(
+    blocks: int = 6, width: int = 512, heads: int = 8, length: int = 512, vocabulary: int = 2000, classes: int = 1000
+) -> keras.Model:
+    """A pre-norm Transformer encoder with dropout 0.1 and a mean-pooled classifier.
+
+    References:
+        Vaswani et al., Attention is all you need, NeurIPS 2017.
+    """
+    inputs = keras.Input((length,), dtype="int32")
+    x = layers.Embedding(vocabulary, width)(inputs)
+    for _ in range(blocks):
+        y = layers.LayerNormalization()(x)
+        y = layers.MultiHeadAttention(heads, width // heads, dropout=0.1)(y, y)
+        x = layers.Add()([x, layers.Dropout(0.1)(y)])
+        y = layers.LayerNormalization()(x)
+        y = layers.Dense(4 * width, activation="gelu")(y)
+        y = layers.Dense(width)(y)
+        x = layers.Add()([x, layers.Dropout(0.1)(y)])
+    x = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
+    return keras.Model(inputs, layers.Dense(classes, activation="softmax")(x), name="transformer")
+
+
+def _compiled(model: keras.Model, optimizer: str = "sgd", from_logits: bool = False) -> keras.Model:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits)
+    model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
+    return model
+
+
+def _classification(application: str, batch_size: int) -> Case:
+    return Case(
+        build=lambda: _compiled(getattr(keras.applications, application)(weights=None)),
+        batch=lambda rng: (
+            rng.standard_normal((batch_size, 224, 224, 3), np.float32),
+            rng.integers(0, 1000, batch_size, np.int32),
+        ),
+        batch_size=batch_size,
+    )
+
+
+CASES = {
+    "VGG16": _classification("VGG16", 16),
+    "MobileNet": _classification("MobileNet", 32),
+    "ResNet50": _classification("ResNet50", 16),
+    "U-Net": Case(
+        build=lambda: _compiled(unet(), from_logits=True),
+        batch=lambda rng: (
+            rng.standard_normal((4, 256, 256, 3), np.float32),
+            rng.integers(0, 2, (4, 256, 256), np.int32),
+        ),
+        batch_size=4,
+    ),
+    "Transformer": Case(
+        build=lambda: _compiled(transformer(), optimizer="adam"),
+        batch=lambda rng: (rng.integers(0, 2000, (8, 512), np.int32), rng.integers(0, 1000, 8, np.int32)),
+        batch_size=8,
+    ),
+}

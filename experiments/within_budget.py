@@ -1,0 +1,202 @@
+"""Peak memory and step time of planned training steps against plain Keras, on real steps.
+
+    python experiments/within_budget.py                       # every case, results/within_budget.json
+    python experiments/within_budget.py --cases MobileNet --budgets 0.5 --out /tmp/out.json
+
+Each case runs in a process of its own, in which blocks of plain and of planned steps alternate; the
+first step of a block is not measured. Peaks are the allocator's own, everything on the device
+included. Budgets are fractions of the plain step's measured peak, or "min": the smallest budget that
+`checkmate_tf.minimum_budget` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+RESERVED = "9GiB"  # of address space, for plain and planned steps alike
+HERE = pathlib.Path(__file__).parent
+BUDGETS = {
+    "VGG16": ["0.8", "0.7", "0.6", "0.5", "min"],
+    "MobileNet": ["0.8", "0.6", "0.5", "0.35", "min"],
+    "ResNet50": ["0.8", "0.6", "0.5", "0.4", "min"],
+    "U-Net": ["0.8", "0.7", "0.6", "0.5", "min"],
+    "Transformer": ["0.8", "0.6", "0.5", "0.3", "min"],
+}
+
+
+def main() -> int:
+    """Runs each case in a process and collects what they write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(BUDGETS), choices=list(BUDGETS))
+    parser.add_argument("--budgets", nargs="+", help='fractions of the plain peak, or "min" (default: per case)')
+    parser.add_argument("--steps", type=int, default=5, help="measured steps in a block (default 5)")
+    parser.add_argument("--time-limit", type=float, default=40.0, help="seconds of search per budget")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "within_budget.json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        print("RESULT " + json.dumps(run_case(args.worker, args.budgets, args.steps, args.time_limit)))
+        return 0
+    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    for case in args.cases:
+        found = run_worker(case, args.budgets or BUDGETS[case], args.steps, args.time_limit)
+        done = {(row["case"], row["budget"]) for row in found}
+        rows = [row for row in rows if (row["case"], row["budget"]) not in done] + found
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        content = {"version": 1, "environment": environment(), "settings": settings(args), "rows": rows}
+        args.out.write_text(json.dumps(content, indent=1) + "\n")
+    return 0
+
+
+def run_worker(case: str, budgets: list[str], steps: int, time_limit_s: float) -> list[dict]:
+    """Runs one case in a fresh process and returns its rows."""
+    command = [sys.executable, __file__, "--worker", case, "--steps", str(steps), "--time-limit", str(time_limit_s)]
+    process = subprocess.Popen([*command, "--budgets", *budgets], stdout=subprocess.PIPE, text=True)
+    rows = []
+    for line in process.stdout:
+        if line.startswith("RESULT "):
+            rows = json.loads(line.removeprefix("RESULT "))
+        else:
+            print(line, end="", flush=True)
+    if process.wait():
+        raise SystemExit(f"{case} failed with exit status {process.returncode}")
+    return rows
+
+
+def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float) -> list[dict]:
+    """Measures one case at each budget; runs in the worker process."""
+    import numpy as np
+    import tensorflow as tf
+    from models import CASES
+
+    import checkmate_tf
+
+    checkmate_tf.reserve(RESERVED)
+    case = CASES[name]
+    tf.keras.utils.set_random_seed(0)
+    model = case.build()
+    x, y = (tf.constant(part) for part in case.batch(np.random.default_rng(0)))
+    spec = (tf.TensorSpec(x.shape, x.dtype), tf.TensorSpec(y.shape, y.dtype))
+    rows = []
+    with tempfile.TemporaryDirectory() as cache_dir:
+        options = {"input_spec": spec, "cache_dir": cache_dir, "time_limit_s": time_limit_s}
+        start = time.perf_counter()
+        checkmate_tf.compile(model, 0.5, **options)  # nothing is cached yet
+        cold_compile_s = time.perf_counter() - start
+        checkmate_tf.restore(model)
+        model.make_train_function()
+        plain = Stepper(model.train_function, (x, y))
+        plain.run(1 + steps)
+        plain_peak = max(plain.peaks[1:])
+        for budget in budgets:
+            if budget == "min":
+                budget_bytes = checkmate_tf.minimum_budget(model, spec, cache_dir=cache_dir).budget_bytes
+            else:
+                budget_bytes = int(float(budget) * plain_peak)
+            start = time.perf_counter()
+            try:
+                checkmate_tf.compile(model, budget_bytes, **options)
+            except checkmate_tf.CheckmateError as error:
+                print(f"{name} {budget}: {error}", flush=True)
+                rows.append({"case": name, "budget": budget, "budget_bytes": budget_bytes, "error": str(error)})
+                continue
+            compile_s = time.perf_counter() - start
+            model.make_train_function()
+            rows.append(measure(name, budget, plain_peak, plain, Stepper(model.train_function, (x, y)), model, steps))
+            rows[-1] |= {"compile_s": round(compile_s, 2), "time_limit_s": time_limit_s}
+            print(json.dumps({k: v for k, v in rows[-1].items() if k != "phases_s"}), flush=True)
+            checkmate_tf.restore(model)
+        for row in rows:
+            row["cold_compile_s"] = round(cold_compile_s, 2)
+    return rows
+
+
+class Stepper:
+    """Runs training steps on one batch and measures each."""
+
+    def __init__(self, train_function, batch):
+        self._train_function = train_function
+        self._batch = batch
+        self.peaks: list[int] = []
+        self.seconds: list[float] = []
+
+    def run(self, steps: int) -> None:
+        """Runs and measures some steps."""
+        import tensorflow as tf
+
+        for _ in range(steps):
+            tf.config.experimental.reset_memory_stats("CPU:0")
+            start = time.perf_counter()
+            logs = self._train_function(iter([self._batch]))
+            float(logs["loss"])
+            self.seconds.append(time.perf_counter() - start)
+            self.peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+
+
+def measure(name, budget, plain_peak, plain, planned, model, steps) -> dict:
+    """One row: a block of planned steps between two blocks of plain ones."""
+    import checkmate_tf
+
+    planned.run(1 + steps)
+    before = plain.seconds[-steps:]
+    plain.run(1 + steps)
+    report = checkmate_tf.report(model)
+    plain_s = statistics.median(before + plain.seconds[-steps:])
+    planned_s = statistics.median(planned.seconds[1:])
+    return {
+        "case": name,
+        "budget": budget,
+        "budget_bytes": report.budget_bytes,
+        "plain_peak_bytes": plain_peak,
+        "predicted_peak_bytes": report.predicted_peak_bytes,
+        "first_step_peak_bytes": planned.peaks[0],
+        "measured_peak_bytes": max(planned.peaks[1:]),
+        "within_budget": max(planned.peaks[1:]) <= report.budget_bytes,
+        "plain_step_s": plain_s,
+        "measured_step_s": planned_s,
+        "time_ratio": planned_s / plain_s,
+        "predicted_overhead": report.predicted_overhead,
+        "gap": report.gap,
+        "status": report.status,
+        "recomputed_ops": sum(report.recomputed.values()),
+        "phases_s": {phase: round(seconds, 2) for phase, seconds in report.phases_s.items()},
+        "notes": list(report.notes),
+    }
+
+
+def settings(args) -> dict:
+    """What decided the result beside the code."""
+    return {
+        "steps_in_a_block": args.steps,
+        "implementations": "exact",
+        "jit_compile": False,
+    }
+
+
+def environment() -> dict:
+    """The machine and the versions."""
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    packages = ("tensorflow", "keras", "ortools", "numpy", "checkmate_tf")
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{package: importlib.metadata.version(package) for package in packages},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

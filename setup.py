@@ -1,0 +1,5 @@
+"""For pip; everything is in setup.cfg."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,143 @@
+"""Orders are topological, keep fused pairs together, and change nothing but the order."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from random_graphs import Builder, briefly, costs_for, op_graphs
+
+from checkmate_tf.core.opgraph import Costs
+from checkmate_tf.core.order import low_peak_order, permute, ready_order
+from checkmate_tf.core.plan import compile_plan
+from checkmate_tf.core.simulate import simulate
+from checkmate_tf.errors import GraphError
+
+ORDERS = {
+    "delayed": lambda graph: low_peak_order(graph, delay_gradients=True),
+    "not delayed": lambda graph: low_peak_order(graph, delay_gradients=False),
+    "ready": ready_order,
+}
+
+
+def peak(graph, order):
+    permuted, _ = permute(graph, costs_for(graph), order)
+    return simulate(permuted, compile_plan(permuted, range(graph.n))).peak_bytes
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@briefly
+@given(graph=op_graphs())
+def test_orders_are_topological_and_keep_controls(name, graph):
+    order = ORDERS[name](graph)
+    assert sorted(order) == list(range(graph.n))
+    place = {op: k for k, op in enumerate(order)}
+    assert all(place[d] < place[op] for op in range(graph.n) for d in graph.deps[op])
+
+
+@pytest.mark.parametrize("name", ["delayed", "not delayed"])
+@briefly
+@given(graph=op_graphs())
+def test_the_forward_pass_comes_first_in_its_own_order(name, graph):
+    order = ORDERS[name](graph)
+    forward = np.flatnonzero(~graph.is_gradient).tolist()
+    assert order[: len(forward)] == forward
+
+
+@briefly
+@given(st.data())
+def test_a_permuted_step_simulates_like_the_same_order_of_the_original(data):
+    graph = data.draw(op_graphs())
+    order = ORDERS[data.draw(st.sampled_from(sorted(ORDERS)))](graph)
+    workspace = np.arange(graph.n)
+    permuted, costs = permute(graph, Costs(np.ones(graph.n), workspace), order)
+    permuted.check()
+    expected = simulate(graph, compile_plan(graph, order), workspace)
+    memory = simulate(permuted, compile_plan(permuted, range(graph.n)), costs.workspace_bytes)
+    assert np.array_equal(memory.in_use_bytes, expected.in_use_bytes)
+    assert np.array_equal(memory.event_bytes, expected.event_bytes)
+    assert permuted.names == tuple(graph.names[op] for op in order)
+    assert costs.workspace_bytes.tolist() == order
+
+
+def backward_pass():
+    """Gradients of three weights first, their updates last, as TensorFlow makes them."""
+    made = Builder()
+    (x,) = made.add(makes=[1])
+    (dy,) = made.add([x], [8], gradient=True)
+    (dw3,) = made.add([dy], [8], gradient=True)
+    (dx,) = made.add([dy], [8], gradient=True)
+    (dw2,) = made.add([dx], [8], gradient=True)
+    (dw1,) = made.add([dx], [8], gradient=True)
+    for gradient in (dw3, dw2, dw1):
+        made.add([gradient], once=True, gradient=True)
+    return made.build()
+
+
+def test_each_update_follows_its_gradient_at_once():
+    order = low_peak_order(backward_pass(), delay_gradients=False)
+    assert order == [0, 1, 2, 6, 3, 4, 7, 5, 8]
+
+
+def test_early_updates_lower_the_peak():
+    graph = backward_pass()
+    assert peak(graph, low_peak_order(graph, delay_gradients=False)) < peak(graph, range(graph.n))
+
+
+def test_a_gradient_that_frees_nothing_waits_for_its_first_reader():
+    made = Builder()
+    (x,) = made.add(makes=[1])
+    (tile,) = made.add([x], [8], gradient=True)
+    (other,) = made.add([x], [8], gradient=True)
+    (more,) = made.add([other], [8], gradient=True)
+    made.add([more, tile], [1], gradient=True)
+    graph = made.build()
+    assert low_peak_order(graph, delay_gradients=False) == [0, 1, 2, 3, 4]
+    order = low_peak_order(graph, delay_gradients=True)
+    assert order.index(1) == order.index(4) - 1
+    assert peak(graph, order) < peak(graph, range(5))
+
+
+def filters_and_biases(layers: int):
+    """Per layer a filter gradient and a bias gradient of the same values, which the runtime fuses."""
+    made, pairs = Builder(), {}
+    (gradient,) = made.add(makes=[4])
+    for _ in range(layers):
+        (bias,) = made.add([gradient], [1], gradient=True)
+        (weights,) = made.add([gradient], [4], gradient=True)
+        pairs[len(made.ops) - 2] = len(made.ops) - 1
+        (gradient,) = made.add([gradient], [4], gradient=True)
+        made.add([bias], once=True, gradient=True)
+        made.add([weights], once=True, gradient=True)
+    graph = made.build()
+    return graph, pairs
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_pairs_are_adjacent(layers, delay):
+    graph, pairs = filters_and_biases(layers)
+    order = low_peak_order(_with_pairs(graph, pairs), delay_gradients=delay)
+    assert sorted(order) == list(range(graph.n))
+    assert all(order.index(after) == order.index(before) + 1 for after, before in pairs.items())
+
+
+def test_a_permuted_step_keeps_its_pairs():
+    graph, pairs = filters_and_biases(2)
+    graph = _with_pairs(graph, pairs)
+    permuted, _ = permute(graph, costs_for(graph), low_peak_order(graph, delay_gradients=False))
+    names = {permuted.names[a]: permuted.names[b] for a, b in permuted.pairs.items()}
+    assert names == {graph.names[a]: graph.names[b] for a, b in pairs.items()}
+
+
+def test_a_pair_that_cannot_be_kept_is_reported():
+    made = Builder()
+    (a,) = made.add(makes=[1], gradient=True)
+    made.add([a], [1], gradient=True)
+    with pytest.raises(GraphError, match="op op0 depends on itself"):
+        low_peak_order(made.build(pairs={0: 1}), delay_gradients=False)
+
+
+def _with_pairs(graph, pairs):
+    return dataclasses.replace(graph, pairs=pairs)

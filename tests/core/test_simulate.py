@@ -1,0 +1,132 @@
+"""The accountant against an independent count from lifetimes, and against the rules for graphs of nodes."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_graphs import (
+    Builder,
+    briefly,
+    held_at_each_step,
+    node_graphs,
+    node_sequences,
+    op_graphs,
+    op_sequences,
+    peak_by_the_rules,
+)
+
+from checkmate_tf.core.opgraph import OpGraph
+from checkmate_tf.core.plan import compile_plan
+from checkmate_tf.core.simulate import simulate
+
+
+def held(graph, sequence, workspace=None):
+    return simulate(graph, compile_plan(graph, sequence), workspace).in_use_bytes.tolist()
+
+
+@settings(briefly, max_examples=100)
+@given(st.data())
+def test_bytes_in_use_equal_those_counted_from_lifetimes(data):
+    graph = data.draw(op_graphs())
+    sequence = data.draw(op_sequences(graph))
+    assert held(graph, sequence) == held_at_each_step(graph, sequence)
+
+
+@briefly
+@given(st.data())
+def test_events_play_to_the_same_peak(data):
+    graph = data.draw(op_graphs())
+    sequence = data.draw(op_sequences(graph))
+    workspace = np.array(data.draw(st.lists(st.integers(0, 9), min_size=graph.n, max_size=graph.n)))
+    memory = simulate(graph, compile_plan(graph, sequence), workspace)
+    played = np.cumsum(memory.event_bytes)
+    assert played.max(initial=0) == memory.peak_bytes
+    assert np.all(np.diff(memory.event_step) >= 0)
+    live = {}
+    for buffer, size in zip(memory.event_buffer.tolist(), memory.event_bytes.tolist(), strict=True):
+        if size > 0:
+            assert buffer not in live, "a buffer is allocated once"
+            live[buffer] = size
+        else:
+            assert live.pop(buffer) == -size, "a free gives back what was allocated"
+    assert len(live) <= len(graph.results)
+
+
+@briefly
+@given(st.data())
+def test_node_graphs_follow_the_rules_of_rematerialization(data):
+    graph = data.draw(node_graphs())
+    sequence = data.draw(node_sequences(graph))
+    ops = OpGraph.from_graph(graph)
+    assert simulate(ops, compile_plan(ops, sequence)).peak_bytes == peak_by_the_rules(graph, sequence)
+
+
+def elementwise(reads_twice=False, input_lives=False, out_bytes=4, returned=False) -> list[int]:
+    made = Builder()
+    (a,) = made.add(makes=[4])
+    (b,) = made.add([a, a] if reads_twice else [a], [out_bytes], takes=[a])
+    if input_lives:
+        made.add([a, b], [0])
+    return held(made.build(results=[a] if returned else []), range(len(made.ops)))
+
+
+def test_an_output_takes_over_an_input_that_dies():
+    assert elementwise() == [4, 4]
+
+
+@pytest.mark.parametrize("case", [{"reads_twice": True}, {"input_lives": True}, {"returned": True}])
+def test_an_input_that_is_referred_to_elsewhere_is_not_taken_over(case):
+    assert elementwise(**case)[1] == 8
+
+
+def test_an_input_of_another_size_is_not_taken_over():
+    assert elementwise(out_bytes=3) == [4, 7]
+
+
+def test_storage_that_is_read_under_two_names_at_once_is_not_taken_over():
+    made = Builder()
+    (a,) = made.add(makes=[4])
+    (renamed,) = made.alias([a], [a])
+    made.add([a, renamed], [4], takes=[a])
+    assert held(made.build(), range(3)) == [4, 4, 8]
+
+
+def test_storage_is_taken_over_through_an_alias():
+    made = Builder()
+    (a,) = made.add(makes=[4])
+    (renamed,) = made.alias([a], [a])
+    made.add([renamed], [4], takes=[renamed])
+    assert held(made.build(), range(3)) == [4, 4, 4]
+
+
+def test_one_output_of_a_split_is_taken_over_while_the_other_lives():
+    made = Builder()
+    first, second = made.add(makes=[4, 4])
+    made.add([first], [4], takes=[first])
+    made.add([second], [0])
+    assert held(made.build(), range(3)) == [8, 8, 4]
+
+
+def test_workspace_counts_while_its_op_runs():
+    made = Builder()
+    (a,) = made.add(makes=[4])
+    made.add([a], [2])
+    memory = simulate(made.build(), compile_plan(made.build(), [0, 1]), np.array([7, 1]))
+    assert memory.in_use_bytes.tolist() == [11, 7]
+    assert memory.held_bytes.tolist() == [4, 6]
+    assert memory.peak_step == 0
+
+
+def test_persistent_storage_and_empty_tensors_are_free():
+    made = Builder()
+    variable = made.hold(100)
+    made.add([variable], [0])
+    made.alias([variable], [variable])
+    assert held(made.build(), range(3)) == [0, 0, 0]
+
+
+def test_a_step_without_ops_holds_nothing():
+    made = Builder()
+    made.add(makes=[4])
+    memory = simulate(made.build(), compile_plan(made.build(), []))
+    assert memory.peak_bytes == 0

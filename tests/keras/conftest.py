@@ -1,0 +1,87 @@
+"""What the tests of Keras models share: small models in float64, and their training with and without a plan."""
+
+from __future__ import annotations
+
+import gc
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import checkmate_tf
+
+TOLERANCE = 1e-9
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    """Float64 everywhere, so that a wrong gradient cannot pass for rounding."""
+    set_precision("float64", "float64")
+    yield
+    set_precision("float32", "float32")
+    gc.collect()
+
+
+def set_precision(floatx, policy):
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(policy)
+
+
+@pytest.fixture(scope="session")
+def options(tmp_path_factory):
+    """What every plan of these tests is made with."""
+    return {"strategy": "auto", "time_limit_s": 1.5, "cache_dir": tmp_path_factory.mktemp("profiles"), "verbose": False}
+
+
+@pytest.fixture
+def train_alike(options):
+    """Trains two equal models, one of them planned, and compares all that training changes."""
+
+    def run(build, train, *, budget=0.7, tolerance=TOLERANCE, recomputes=True):
+        """Returns the plain model and the planned one."""
+        models, logs = [], []
+        for plan in (False, True):
+            keras.utils.set_random_seed(7)
+            model = build()
+            if plan:
+                assert checkmate_tf.compile(model, budget, **options) is model
+            logs.append(train(model))
+            models.append(model)
+        assert_same_logs(*logs, tolerance)
+        assert_same_state(*models, tolerance)
+        report = checkmate_tf.report(models[1])
+        assert bool(report.recomputed) or not recomputes, report
+        assert report.status != "unplanned", report
+        return models
+
+    return run
+
+
+def assert_same_logs(plain, planned, tolerance=TOLERANCE):
+    """Histories, dicts or lists of logs are equal."""
+    if isinstance(plain, keras.callbacks.History):
+        assert plain.epoch == planned.epoch
+        plain, planned = plain.history, planned.history
+    if isinstance(plain, dict):
+        assert plain.keys() == planned.keys()
+        plain, planned = list(plain.values()), list(planned.values())
+    np.testing.assert_allclose(planned, plain, rtol=tolerance, atol=tolerance)
+
+
+def assert_same_state(plain, planned, tolerance=TOLERANCE):
+    """Weights, statistics, seeds, metrics and optimizer slots are equal."""
+    for ours, theirs in zip(state(plain), state(planned), strict=True):
+        np.testing.assert_allclose(
+            values_of(theirs), values_of(ours), rtol=tolerance, atol=tolerance, err_msg=ours.path
+        )
+    assert values_of(plain.optimizer.iterations) > 0
+
+
+def state(model):
+    """All variables that training may change."""
+    return [*model.variables, *model.optimizer.variables]
+
+
+def values_of(variable):
+    return tf.convert_to_tensor(getattr(variable, "value", variable)).numpy()

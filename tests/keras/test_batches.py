@@ -1,0 +1,193 @@
+"""One planned model trains as its plain twin does, however it is given its batches."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import assert_same_logs, assert_same_state, set_precision, state, values_of
+from keras_models import BATCH, compiled, images, sequential
+
+import checkmate_tf
+from checkmate_tf.keras.train_step import planned_training
+
+
+@pytest.fixture(scope="module")
+def twins(options):
+    """A plain and a planned model, built alike."""
+    set_precision("float64", "float64")
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(7)
+        models.append(compiled(sequential(), keras.optimizers.SGD(0.05, momentum=0.9)))
+    checkmate_tf.compile(models[1], 0.7, **options)
+    for model in models:
+        for _ in range(3):  # the second one is measured; a pipeline that holds batches would count against the budget
+            model.train_on_batch(*images(BATCH))
+    return models
+
+
+@pytest.fixture
+def alike(twins):
+    """Trains both from the same state and compares the results."""
+    plain, planned = twins
+    for ours, theirs in zip(state(plain), state(planned), strict=True):
+        theirs.assign(values_of(ours))
+
+    def run(train):
+        logs = []
+        for model in twins:
+            keras.utils.set_random_seed(3)
+            logs.append(train(model))
+        assert_same_logs(*logs)
+        assert_same_state(*twins)
+        assert checkmate_tf.report(planned).recomputed
+        return logs[1]
+
+    return run
+
+
+class Watch(keras.callbacks.Callback):
+    """Writes down (batch, loss) at the end of each."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append((batch, logs["loss"]))
+
+
+def dataset(count=2 * BATCH):
+    return tf.data.Dataset.from_tensor_slices(images(count)).batch(BATCH)
+
+
+def test_arrays_with_validation_and_callbacks(alike):
+    batches = []
+
+    def train(model):
+        watch = Watch(batches)
+        validation = images(BATCH, seed=1)
+        return model.fit(
+            *images(), batch_size=BATCH, epochs=2, validation_data=validation, callbacks=[watch], verbose=0
+        )
+
+    history = alike(train).history
+    assert set(history) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+    assert [batch for batch, _ in batches] == 2 * [0, 1, 0, 1]
+    np.testing.assert_allclose(batches[:4], batches[4:], rtol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # of the variable, in Keras's own callback
+def test_callbacks_may_change_the_learning_rate_and_stop(alike, twins):
+    def train(model):
+        halve = keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2)
+        stop = keras.callbacks.EarlyStopping("loss", patience=0, mode="max", min_delta=10.0)
+        model.optimizer.learning_rate = 0.04
+        return model.fit(dataset(), shuffle=False, epochs=5, callbacks=[halve, stop], verbose=0)
+
+    assert alike(train).epoch == [0, 1]
+    np.testing.assert_allclose(float(twins[1].optimizer.learning_rate), 0.01, rtol=1e-6)
+
+
+def test_dataset_with_training_resumed(alike):
+    def train(model):
+        model.fit(dataset(), shuffle=False, epochs=1, verbose=0)
+        function = model.train_function
+        history = model.fit(dataset(), shuffle=False, initial_epoch=1, epochs=2, verbose=0)
+        assert model.train_function is function
+        return history
+
+    assert alike(train).epoch == [1]
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize(("steps", "ends"), [(2, [1, 3, 5]), (3, [2, 5]), (7, [6])])
+def test_steps_per_execution(alike, steps, ends):
+    seen = []
+
+    def train(model):
+        model.steps_per_execution, model.train_function = steps, None
+        watch = Watch(seen)
+        try:
+            return model.fit(dataset(5 * BATCH), shuffle=False, epochs=2, verbose=0, callbacks=[watch])
+        finally:
+            model.steps_per_execution, model.train_function = 1, None
+
+    alike(train)
+    assert [batch for batch, _ in seen] == 4 * ends
+
+
+def test_smaller_last_batch_runs_unmodified_when_it_fits(alike, twins):
+    alike(lambda model: model.fit(*images(2 * BATCH + 3), batch_size=BATCH, verbose=0))
+    assert any("batches of 3 fit" in note for note in checkmate_tf.report(twins[1]).notes)
+
+
+def test_smaller_last_batch_is_planned_when_it_does_not_fit(alike, twins):
+    before = planned_steps(twins[1])
+    alike(lambda model: model.fit(*images(2 * BATCH - 1), batch_size=BATCH, verbose=0))
+    assert planned_steps(twins[1]) == before + 1
+
+
+def planned_steps(model):
+    return len([step for step in planned_training(model)._steps.values() if step is not None])
+
+
+def test_sample_and_class_weights_share_one_plan(alike, twins):
+    before = planned_steps(twins[1])
+    x, y = images()
+    alike(lambda model: model.fit(x, y, batch_size=BATCH, sample_weight=np.linspace(0, 2, len(y)), verbose=0))
+    alike(
+        lambda model: model.fit(
+            x, y, batch_size=BATCH, class_weight={0: 1.0, 1: 0.5, 2: 2.0, 3: 0.0, 4: 1.0}, verbose=0
+        )
+    )
+    assert planned_steps(twins[1]) == before + 1
+
+
+def test_train_on_batch_runs_the_step_of_fit(alike, twins):
+    x, y = images(BATCH)
+    before = planned_steps(twins[1])
+    logs = alike(lambda model: [model.train_on_batch(x, y), model.train_on_batch(tf.constant(x), tf.constant(y))])
+    assert np.shape(logs) == (2, 2)
+    assert planned_steps(twins[1]) == before
+
+
+def test_generator(alike):
+    x, y = images()
+
+    def batches():
+        while True:
+            for start in range(0, len(x), BATCH):
+                yield x[start : start + BATCH], y[start : start + BATCH]
+
+    alike(lambda model: model.fit(batches(), steps_per_epoch=2, epochs=2, shuffle=False, verbose=0))
+
+
+class Pictures(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return images(BATCH, seed=index)
+
+
+def test_pydataset(alike):
+    alike(lambda model: model.fit(Pictures(), shuffle=False, epochs=2, verbose=0))
+
+
+def test_data_that_ends_early(alike):
+    def train(model):
+        with pytest.warns(UserWarning, match="ran out of data"):
+            return model.fit(dataset(3 * BATCH), shuffle=False, steps_per_epoch=2, epochs=2, verbose=0)
+
+    alike(train)
+
+
+def test_evaluate_and_predict_are_untouched(twins):
+    x, y = images(BATCH)
+    twins[1].set_weights(twins[0].get_weights())
+    np.testing.assert_allclose(twins[1].evaluate(x, y, verbose=0), twins[0].evaluate(x, y, verbose=0), rtol=1e-12)
+    np.testing.assert_allclose(twins[1].predict(x, verbose=0), twins[0].predict(x, verbose=0), rtol=1e-12)
+    assert "make_test_function" not in twins[1].__dict__

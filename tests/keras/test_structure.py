@@ -1,0 +1,136 @@
+"""The built graph is the plan: each op as often, in the same order, nothing with a side effect twice."""
+
+from __future__ import annotations
+
+import collections
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import state, values_of
+from keras_models import BATCH, compiled, images, sequential
+
+import checkmate_tf
+from checkmate_tf.core.plan import compile_plan
+from checkmate_tf.core.validate import validate
+from checkmate_tf.keras.train_step import planned_training
+from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
+
+
+@pytest.fixture(scope="module")
+def planned(options):
+    """A model with dropout and batch normalization that is planned and has trained."""
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    model = compiled(sequential(depth=2), "adam")
+    checkmate_tf.compile(model, 0.7, **options)
+    model.train_on_batch(*images(BATCH))
+    return model
+
+
+@pytest.fixture(scope="module")
+def built(planned):
+    """(plan, op graph, graph of the function that runs)."""
+    (step,) = planned_training(planned)._steps.values()
+    return step.candidate.plan, step.candidate.op_graph, step._function.graph
+
+
+def original(operation) -> str:
+    """The op of the step that an op of the built graph runs, once more or for the first time."""
+    return operation.name.partition("/again_")[0]
+
+
+def runs_in(graph, names):
+    known = set(names)
+    return collections.Counter(original(op) for op in graph.get_operations() if original(op) in known)
+
+
+def computing(op_graph):
+    """Ops that the plan puts in order: not those that only read or rename."""
+    return {
+        op_graph.names[k]
+        for k in range(op_graph.n)
+        if not op_graph.is_alias[k] and op_graph.types[k] not in ("Const", "Placeholder", "ReadVariableOp", "NoOp")
+    }
+
+
+def test_each_op_runs_as_often_as_planned(built):
+    plan, op_graph, graph = built
+    planned = collections.Counter(op_graph.names[op] for op in plan.ops.tolist())
+    names = computing(op_graph)
+    assert plan.recomputed()
+    runs = runs_in(graph, names)
+    assert {n: runs[n] for n in names} == {n: planned[n] for n in names}
+
+
+def test_nothing_with_a_side_effect_is_repeated(built):
+    _, op_graph, graph = built
+    once = {op_graph.names[k] for k in np.flatnonzero(op_graph.once)}
+    runs = runs_in(graph, once)
+    assert len(once) > 10
+    assert {n: runs[n] for n in once} == dict.fromkeys(once, 1)
+
+
+def test_the_graph_allows_the_planned_order_and_no_other(built):
+    """Along the plan, each op that computes is reached from the one before it."""
+    plan, op_graph, graph = built
+    names = computing(op_graph)
+    wanted = [
+        op_graph.names[op] if instance == 0 else f"{op_graph.names[op]}/again_{instance}"
+        for op, instance in zip(plan.ops.tolist(), plan.instance.tolist(), strict=True)
+        if op_graph.names[op] in names
+    ]
+    depth = longest_paths(graph, set(wanted))
+    assert [name for name, _ in sorted(depth.items(), key=lambda item: item[1])] == wanted
+    assert sorted(depth.values()) == list(range(1, len(wanted) + 1))
+
+
+def longest_paths(graph, counted) -> dict[str, int]:
+    """For each counted op, how many counted ops the longest way to it passes, itself included."""
+    operations = graph.get_operations()
+    before = {op.name: [d.name for d in [*(t.op for t in op.inputs), *op.control_inputs]] for op in operations}
+    length: dict[str, int] = {}
+    waiting = [op.name for op in operations]
+    while waiting:
+        name = waiting[-1]
+        missing = [d for d in before[name] if d not in length]
+        if missing:
+            waiting += missing
+            continue
+        waiting.pop()
+        length[name] = max((length[d] for d in before[name]), default=0) + (name in counted)
+    return {name: length[name] for name in counted if name in length}
+
+
+def test_a_step_that_recomputes_its_whole_forward_pass_changes_nothing_else(planned):
+    """Every mask is drawn twice and every batch statistic taken twice; seeds and moving averages advance once."""
+    (step,) = planned_training(planned)._steps.values()
+    graph = step.candidate.op_graph
+    sequence, again = forward_twice(graph)
+    assert any("StatelessRandomUniform" in graph.types[op] for op in again)
+    assert any("batchnorm" in graph.names[op] for op in again)
+    plan = compile_plan(graph, sequence)
+    validate(graph, plan)
+    traced = step._profiled.traced
+    function = rebuild(traced, graph, plan)
+    x, y = images(BATCH, seed=3)
+    before = [values_of(variable) for variable in state(planned)]
+    planned.train_on_batch(x, y)
+    expected = [values_of(variable) for variable in state(planned)]
+    for variable, value in zip(state(planned), before, strict=True):
+        variable.assign(value)
+    planned.reset_metrics()
+    call_unoptimized(function, [tf.constant(x), tf.constant(y), *traced.function.captured_inputs])
+    for variable, value in zip(state(planned), expected, strict=True):
+        np.testing.assert_allclose(values_of(variable), value, rtol=1e-9, atol=1e-9, err_msg=variable.path)
+
+
+def forward_twice(graph):
+    """Every op in order, the forward ones once more before the first gradient; and which ones those are."""
+    first_gradient = int(np.argmax(graph.is_gradient))
+    forward = range(first_gradient)
+    awaited = {control for op in forward if graph.once[op] for control in graph.controls[op]}
+    kept = ("Const", "Placeholder", "ReadVariableOp")
+    again = [op for op in forward if not graph.once[op] and op not in awaited and graph.types[op] not in kept]
+    return [*forward, *again, *range(first_gradient, graph.n)], again

@@ -1,0 +1,198 @@
+"""What is read out of a traced step: gradients, storage, side effects, and what waits for what."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tiny_steps import STEPS, Step, numbers, prepared
+
+from checkmate_tf.lowering.extract import extract
+from checkmate_tf.lowering.trace import trace
+
+
+@pytest.fixture(scope="module", params=sorted(STEPS))
+def ready(request):
+    return prepared(request.param)
+
+
+def extracted(run, *shapes):
+    return extract(trace(run, *(tf.TensorSpec(shape) for shape in shapes)))
+
+
+def op(step, name) -> int:
+    return step.op_graph.names.index(name)
+
+
+def of_type(graph, kind) -> list[int]:
+    return [k for k in range(graph.n) if graph.types[k] == kind]
+
+
+def test_feeds_fetches_and_side_effects_survive_simplification(ready):
+    names = {node.name for node in ready.traced.graph_def.node}
+    wanted = [*ready.traced.feeds, *ready.traced.fetches]
+    assert {name.partition(":")[0] for name in wanted} <= names
+    assert set(ready.traced.side_effects) <= names
+    assert len(ready.traced.graph_def.node) <= len(ready.traced.function.graph.get_operations())
+
+
+def test_all_ops_are_extracted_in_a_valid_order(ready):
+    graph = ready.extracted.op_graph
+    graph.check()
+    assert sorted(graph.names) == sorted(node.name for node in ready.traced.graph_def.node)
+    assert len(graph.results) == len(ready.traced.fetches)
+
+
+def test_ops_with_state_run_once_and_reads_do_not_count(ready):
+    graph = ready.extracted.op_graph
+    once = {graph.types[k] for k in np.flatnonzero(graph.once)}
+    assert any(kind.startswith("Assign") for kind in once)
+    assert not once & {"ReadVariableOp", "Const", "Placeholder", "MatMul", "Conv2D"}
+
+
+def test_variables_the_batch_and_constants_are_held_throughout(ready):
+    graph = ready.extracted.op_graph
+    for k in range(graph.n):
+        if graph.types[k] in ("ReadVariableOp", "Placeholder", "Const"):
+            assert graph.persistent[list(graph.outputs[k])].all()
+            assert graph.op_out_bytes[k] == 0
+
+
+def test_tensor_sizes_are_those_of_their_shapes():
+    step = extracted(lambda x: (tf.tanh(x), tf.cast(tf.exp(x), tf.float64)), (4, 8))
+    graph = step.op_graph
+    assert graph.op_out_bytes[op(step, "Tanh")] == 4 * 8 * 4
+    assert graph.op_out_bytes[op(step, "Cast")] == 4 * 8 * 8
+    assert step.unsized == ()
+
+
+def test_shapes_that_are_not_known_are_reported():
+    step = extracted(lambda x: tf.boolean_mask(x, x > 0), (4,))
+    assert step.unsized
+    assert all(step.op_graph.op_out_bytes[op(step, name)] == 0 for name in step.unsized)
+
+
+def test_lists_are_reported_as_of_unknown_size():
+    step = prepared("recurrent").extracted
+    assert any("TensorListFromTensor" in name for name in step.unsized)
+
+
+def test_ops_that_only_rename_share_storage():
+    def run(x):
+        y = tf.tanh(x)
+        first, second = tf.raw_ops.IdentityN(input=[tf.reshape(y, [-1]), tf.exp(x)])
+        return tf.sin(first), tf.sin(second)
+
+    step = extracted(run, (4, 8))
+    graph = step.op_graph
+    made = {graph.names[k]: graph.outputs[k][0] for k in range(graph.n) if graph.outputs[k]}
+    sines = of_type(graph, "Sin")
+    owners = {int(graph.storage[graph.inputs[k][0]]) for k in sines}
+    assert owners == {made["Tanh"], made["Exp"]}
+    assert graph.is_alias[of_type(graph, "Reshape")].all()
+
+
+def test_outputs_of_a_split_have_storage_of_their_own():
+    step = extracted(lambda x: [tf.sin(t) for t in tf.split(tf.tanh(x), 2)], (4, 8))
+    (split,) = of_type(step.op_graph, "Split")
+    assert step.op_graph.owned_bytes[list(step.op_graph.outputs[split])].tolist() == [64, 64]
+
+
+def test_the_forward_pass_holds_no_gradients(ready):
+    graph = ready.extracted.op_graph
+    forward = np.flatnonzero(~graph.is_gradient)
+    assert all(not graph.is_gradient[d] for k in forward for d in graph.deps[k])
+    assert not graph.is_gradient[graph.producer[[t for k in forward for t in graph.inputs[k]]]].any()
+
+
+def test_gradients_and_updates_are_told_from_the_forward_pass():
+    graph = prepared("convolutions").extracted.op_graph
+    kinds = {kind: graph.is_gradient[of_type(graph, kind)] for kind in set(graph.types)}
+    for kind in ("Conv2DBackpropFilter", "Conv2DBackpropInput", "MaxPoolGrad", "BiasAddGrad", "ReluGrad"):
+        assert kinds[kind].all()
+    for kind in ("Conv2D", "MaxPool", "BiasAdd", "Relu", "StatelessRandomUniformV2", "Placeholder"):
+        assert not kinds[kind].any()
+
+
+def test_a_step_without_gradients_has_none():
+    graph = prepared("nothing_but_an_update").extracted.op_graph
+    assert not graph.is_gradient.any()
+    assert graph.once.sum() == 1
+
+
+def test_the_forward_pass_of_a_loop_is_no_gradient():
+    graph = prepared("recurrent").extracted.op_graph
+    (loop,) = [k for k in of_type(graph, "While") + of_type(graph, "StatelessWhile") if not graph.is_gradient[k]]
+    assert "while" in graph.names[loop]
+    forward_dense = [k for k in of_type(graph, "MatMul") if "gradient_tape" not in graph.names[k]]
+    assert not graph.is_gradient[forward_dense].any()
+
+
+def test_an_update_waits_for_all_that_read_what_was_read_before():
+    weight = tf.Variable(numbers(4, 8))
+
+    def run(x):
+        renamed = tf.reshape(weight.read_value(), [8, 4])
+        later = tf.exp(renamed)
+        weight.assign(x)
+        return later, tf.sin(weight.read_value())
+
+    step = extracted(run, (4, 8))
+    graph = step.op_graph
+    (update,) = of_type(graph, "AssignVariableOp")
+    (after,) = of_type(graph, "Sin")
+    assert of_type(graph, "Exp")[0] in graph.controls[update]
+    assert after not in graph.controls[update]
+    (read,) = graph.deps[after]
+    assert update in graph.controls[read], "the second read follows the update"
+
+
+def test_a_lookup_in_a_variable_is_no_update():
+    table = tf.Variable(numbers(32, 8))
+
+    def run(x):
+        product = tf.tanh(table * 2.0)
+        looked_up = tf.raw_ops.ResourceGather(
+            resource=table.handle, indices=tf.range(4), dtype=tf.float32, validate_indices=True
+        )
+        return product, looked_up + x
+
+    graph = extracted(run, (4, 8)).op_graph
+    (lookup,) = of_type(graph, "ResourceGather")
+    assert graph.once[lookup]
+    assert not any(graph.types[c] == "Mul" for c in graph.controls[lookup])
+
+
+def test_filter_and_bias_gradients_of_one_layer_are_paired():
+    graph = prepared("convolutions").extracted.op_graph
+    assert len(graph.pairs) == 2
+    for bias, weights in graph.pairs.items():
+        assert (graph.types[bias], graph.types[weights]) == ("BiasAddGrad", "Conv2DBackpropFilter")
+        assert graph.inputs[bias][0] == graph.inputs[weights][2]
+
+
+def test_a_result_that_was_fed_is_a_result():
+    step = STEPS["returns_what_it_was_fed"]()
+    graph = extract(trace(step.run, *step.spec)).op_graph
+    owners = graph.storage[list(graph.results)]
+    assert graph.persistent[owners].any()
+    assert len(set(owners.tolist())) < len(owners), "two results share storage"
+
+
+def test_loops_and_branches_stay_single_ops():
+    for name, kinds in (("recurrent", {"While", "StatelessWhile"}), ("branches_and_lookups", {"If", "StatelessIf"})):
+        ready = prepared(name)
+        types = {node.op for node in ready.traced.graph_def.node}
+        assert types & kinds
+        assert not types & {"Switch", "Merge", "Enter", "NextIteration"}
+
+
+def test_variable_reads_keep_their_shapes():
+    ready = prepared("convolutions")
+    for k in of_type(ready.extracted.op_graph, "ReadVariableOp"):
+        operation = ready.extracted.graph.get_operation_by_name(ready.extracted.op_graph.names[k])
+        assert operation.outputs[0].shape.is_fully_defined()
+
+
+def test_steps_are_traced_for_nested_batches():
+    step = Step(lambda batch: batch["x"] + batch["y"][0], ({"x": numbers(2), "y": (numbers(2),)},), [])
+    spec = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape), step.batch[0])
+    assert len(trace(step.run, spec).fetches) == 1

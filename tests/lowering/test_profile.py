@@ -1,0 +1,224 @@
+"""Profiles say what ops really do; caches are used when they fit and ignored when they do not."""
+
+import json
+import multiprocessing
+import os
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from checkmate_tf.lowering.extract import extract
+from checkmate_tf.lowering.profile import profile
+from checkmate_tf.lowering.trace import trace
+
+SHAPE = (512, 1024)  # 2 MiB: large enough for every allocator to count
+DEVICE = "CPU:0"
+
+
+def extracted(run, *shapes):
+    return extract(trace(run, *(tf.TensorSpec(shape) for shape in shapes)))
+
+
+def everything(x, y):
+    """One of each kind of op, none of which Grappler can merge with another."""
+    return {
+        "Relu": tf.nn.relu(x),
+        "AddV2": x + y,
+        "Mul": x * y,
+        "MatMul": tf.linalg.matmul(x, y, transpose_b=True),
+        "Transpose": tf.transpose(x),
+        "Tile": tf.tile(x, [2, 1]),
+        "Sum": tf.reduce_sum(y, axis=0),
+        "BroadcastTo": tf.raw_ops.BroadcastTo(input=tf.reduce_max(y, axis=1, keepdims=True), shape=[512, 1024]),
+    }
+
+
+@pytest.fixture(scope="module")
+def measured():
+    step = extracted(everything, SHAPE, SHAPE)
+    return step, profile(step, DEVICE)
+
+
+def entry(measured, kind):
+    _, result = measured
+    op = result.op_graph.types.index(kind)
+    return op, result.op_graph, result.costs
+
+
+def test_every_large_op_takes_time(measured):
+    step, result = measured
+    assert result.unmeasured == ()
+    assert result.measured == result.distinct >= 8
+    for kind in ("Relu", "AddV2", "Mul", "MatMul", "Transpose", "Tile", "Sum"):
+        op, _, costs = entry(measured, kind)
+        assert costs.time_s[op] > 2e-6
+    assert np.all(np.isfinite(result.costs.time_s))
+    assert result.op_graph.names == step.op_graph.names
+
+
+@pytest.mark.parametrize("kind", ["Relu", "AddV2", "Mul"])
+def test_elementwise_ops_need_no_workspace_and_take_over_their_inputs(measured, kind):
+    op, graph, costs = entry(measured, kind)
+    assert costs.workspace_bytes[op] == 0
+    assert set(graph.takeover[op]) == set(graph.inputs[op])
+
+
+@pytest.mark.parametrize("kind", ["MatMul", "Transpose", "Tile", "Sum"])
+def test_other_ops_take_nothing_over(measured, kind):
+    op, graph, _ = entry(measured, kind)
+    assert graph.takeover[op] == ()
+
+
+def test_renaming_that_is_only_found_by_measuring_shares_storage():
+    def run(x):
+        return tf.sin(tf.raw_ops.Slice(input=tf.tanh(x), begin=tf.cast(x[0, :2] * 0, tf.int32), size=[512, 1024]))
+
+    step = extracted(run, SHAPE)
+    graph = profile(step, DEVICE).op_graph
+    op = graph.types.index("Slice")
+    assert graph.is_alias[op]
+    assert graph.storage[graph.outputs[op][0]] == graph.outputs[graph.types.index("Tanh")][0]
+
+
+def test_ops_with_inputs_that_are_shapes_run_with_the_real_ones():
+    def run(gradient, filters):
+        return tf.raw_ops.Conv2DBackpropInput(
+            input_sizes=[4, 32, 32, 8], filter=filters, out_backprop=gradient, strides=[1, 1, 1, 1], padding="SAME"
+        )
+
+    step = extracted(run, (4, 32, 32, 16), (3, 3, 8, 16))
+    result = profile(step, DEVICE)
+    op = result.op_graph.types.index("Conv2DBackpropInput")
+    assert result.unmeasured == ()
+    assert result.op_graph.op_out_bytes[op] == 4 * 32 * 32 * 8 * 4
+    assert result.costs.time_s[op] > 2e-6
+
+
+def test_equal_ops_are_measured_once():
+    result = profile(extracted(lambda x, y: (tf.sin(x), tf.sin(y), tf.sin(tf.cos(x))), SHAPE, SHAPE), DEVICE)
+    assert result.distinct == 2
+
+
+def test_progress_is_told():
+    seen = []
+    step = extracted(lambda x: tf.sin(tf.cos(x)), SHAPE)
+    profile(step, DEVICE, on_progress=lambda done, todo: seen.append((done, todo)))
+    assert seen[0] == (0, 2)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+@pytest.fixture(scope="module")
+def small_step():
+    return extracted(lambda x: tf.sin(x), (64, 128))
+
+
+def cache_file(folder):
+    (path,) = folder.glob("profile-*.json")
+    return path
+
+
+def test_a_cache_is_used_again(small_step, tmp_path):
+    first = profile(small_step, DEVICE, cache_dir=tmp_path)
+    again = profile(small_step, DEVICE, cache_dir=tmp_path)
+    assert (first.measured, again.measured) == (1, 0)
+    assert np.array_equal(first.costs.time_s, again.costs.time_s)
+    assert first.op_graph.takeover == again.op_graph.takeover
+
+
+def test_a_cache_with_another_header_is_ignored(small_step, tmp_path):
+    profile(small_step, DEVICE, cache_dir=tmp_path)
+    path = cache_file(tmp_path)
+    content = json.loads(path.read_text())
+    content["header"]["tensorflow"] = "1.0"
+    path.write_text(json.dumps(content))
+    assert profile(small_step, DEVICE, cache_dir=tmp_path).measured == 1
+
+
+def broken(text: str, how: str) -> bytes:
+    content = json.loads(text)
+    (key,) = content["ops"]
+    if how == "truncated":
+        return text.encode()[: len(text) // 2]
+    if how == "empty":
+        return b""
+    if how == "flipped":
+        return bytes([text.encode()[0] ^ 0x80]) + text.encode()[1:]
+    if how == "not an object":
+        return b"[1, 2]"
+    if how == "ops is a list":
+        content["ops"] = [1]
+    else:
+        field, value = json.loads(how)
+        content["ops"][key][field] = value
+    return json.dumps(content).encode()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "truncated",
+        "empty",
+        "flipped",
+        "not an object",
+        "ops is a list",
+        '["time_s", -1.0]',
+        '["time_s", NaN]',
+        '["time_s", "fast"]',
+        '["time_s", null]',
+        '["workspace_bytes", -5]',
+        '["workspace_bytes", Infinity]',
+        '["workspace_bytes", 1e300]',
+        '["takeover", 3]',
+        '["takeover", [-1]]',
+        '["takeover", [7]]',
+        '["takeover", ["a"]]',
+        '["alias", 9]',
+        '["alias", -1]',
+        '["alias", "x"]',
+    ],
+)
+def test_a_broken_cache_is_ignored_with_a_warning(small_step, tmp_path, caplog, how):
+    profile(small_step, DEVICE, cache_dir=tmp_path)
+    path = cache_file(tmp_path)
+    path.write_bytes(broken(path.read_text(), how))
+    assert profile(small_step, DEVICE, cache_dir=tmp_path).measured == 1
+    assert "gnoring" in caplog.text
+    assert profile(small_step, DEVICE, cache_dir=tmp_path).measured == 0, "the file was replaced by a good one"
+
+
+def test_a_deeply_nested_cache_is_ignored(small_step, tmp_path):
+    profile(small_step, DEVICE, cache_dir=tmp_path)
+    cache_file(tmp_path).write_text("[" * 200_000)
+    assert profile(small_step, DEVICE, cache_dir=tmp_path).measured == 1
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(small_step, tmp_path, caplog):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert profile(small_step, DEVICE, cache_dir=blocked / "cache").measured == 1
+    assert "cannot be written" in caplog.text
+
+
+def test_writing_leaves_nothing_behind(small_step, tmp_path):
+    profile(small_step, DEVICE, cache_dir=tmp_path)
+    assert os.listdir(tmp_path) == [cache_file(tmp_path).name]
+
+
+def _profile_one(folder: str, width: int) -> None:
+    profile(extracted(lambda x: tf.sin(x), (64, width)), DEVICE, cache_dir=folder)
+
+
+@pytest.mark.slow
+def test_two_processes_keep_what_the_other_wrote(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_profile_one, args=(str(tmp_path), width)) for width in (128, 256)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert len(json.loads(cache_file(tmp_path).read_text())["ops"]) >= 1
+    for width in (128, 256):
+        _profile_one(str(tmp_path), width)
+    assert len(json.loads(cache_file(tmp_path).read_text())["ops"]) == 2

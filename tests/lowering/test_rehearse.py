@@ -1,0 +1,196 @@
+"""The simulator, the rehearsal and the recorded trace against the real allocator of a fresh process.
+
+Each mode needs an allocator of its own, so the checks run in subprocesses; what they find is compared here.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+ONEDNN = {"TF_ENABLE_ONEDNN_OPTS": "1"}
+PLAIN_BFC = {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPU_BFC_MEM_LIMIT_IN_MB": "900"}
+NO_STATISTICS = {"TF_ENABLE_ONEDNN_OPTS": "0"}
+
+PRELUDE = """
+import json
+import numpy as np
+import tensorflow as tf
+from checkmate_tf.core import allocator
+from checkmate_tf.errors import CheckmateError, GraphError
+from checkmate_tf.lowering import memory_trace, rehearse
+
+def random_events(seed, smallest, largest, most, count=1500):
+    rng = np.random.default_rng(seed)
+    sizes = np.exp(rng.uniform(np.log(smallest), np.log(largest), 40)).astype(int)
+    buffer, nbytes, live, held = [], [], {}, 0
+    for index in range(count):
+        if live and (rng.random() < 0.45 or held > most):
+            name = list(live)[rng.integers(len(live))]
+            held -= live.pop(name)
+            buffer.append(name)
+            nbytes.append(-1)
+        else:
+            live[index] = int(rng.choice(sizes))
+            held += live[index]
+            buffer.append(index)
+            nbytes.append(live[index])
+    buffer += list(live)
+    nbytes += [-1] * len(live)
+    return np.array(buffer), np.array(nbytes)
+
+def report(**values):
+    print("RESULT " + json.dumps(values))
+"""
+
+COMPARE = """
+config = rehearse.allocator_config()
+simulated = allocator.BfcAllocator(config)
+rows = []
+# allocator_config's probe is not counted with oneDNN; elsewhere it made the first region.
+simulated.free(simulated.allocate(64 << 10))
+for seed in range(4):
+    events = random_events(seed, 2e5 if config.uncounted_below_bytes else 1, 4e7, 4e8)
+    real, predicted = rehearse.rehearse(*events), allocator.play(simulated, *events)
+    rows.append([real.peak_bytes, predicted.peak_bytes, real.peak_index, predicted.peak_index,
+                 bool(np.array_equal(real.in_use_bytes, predicted.in_use_bytes)), real.fits])
+report(rows=rows, uncounted=config.uncounted_below_bytes, limit=config.limit_bytes)
+"""
+
+WALL = """
+simulated = allocator.BfcAllocator(rehearse.allocator_config())
+simulated.free(simulated.allocate(64 << 10))
+MIB = 1 << 20
+events = [1, 2, 2, 3, 4], [300 * MIB, 200 * MIB, -1, 250 * MIB, 500 * MIB]
+real, predicted = rehearse.rehearse(*events), allocator.play(simulated, *events)
+after = tf.config.experimental.get_memory_info("CPU:0")["current"]
+observed = rehearse.observe()
+for name in (1, 3):
+    allocator.play(simulated, [name], [-1])
+report(real=[real.out_of_memory_index, real.peak_bytes], predicted=[predicted.out_of_memory_index,
+       predicted.peak_bytes], after=after, observed=sorted(r.nbytes for r in observed.regions),
+       expected=sorted(r.nbytes for r in simulated.state().regions),
+       whole=all(len(r.chunks) == 1 for r in observed.regions))
+"""
+
+TRACE = """
+@tf.function(jit_compile=False)
+def step(x):
+    y = tf.linalg.matmul(x, x)
+    z = tf.linalg.matmul(y, x)
+    return tf.reduce_sum(z * y)
+
+def first_step():
+    step(tf.ones([700, 700]))
+
+def peak_of(call):
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    result = call()
+    return result, tf.config.experimental.get_memory_info("CPU:0")["peak"]
+
+simulated = allocator.BfcAllocator(rehearse.allocator_config())
+simulated.free(simulated.allocate(64 << 10))
+trace, measured = peak_of(lambda: memory_trace.record(first_step))
+replayed = allocator.play(simulated, *memory_trace.events_of(trace))
+chunks = np.diff(replayed.in_use_bytes, prepend=0).tolist()
+x = tf.ones([700, 700])
+step(x)
+again, measured_again = peak_of(lambda: memory_trace.record(lambda: step(x)))
+report(measured=measured, simulated=replayed.peak_bytes, measured_again=measured_again,
+       rehearsed=rehearse.rehearse(*memory_trace.events_of(again)).peak_bytes,
+       same_chunks=chunks == [-e.chunk_bytes if e.is_free else e.chunk_bytes for e in trace],
+       ops=sorted({e.op for e in trace}))
+"""
+
+RESERVE = """
+def peak(pieces):
+    rows = rehearse.rehearse(range(len(pieces)), [p << 20 for p in pieces])
+    return rows.peak_bytes
+rehearse.reserve(512 << 20)
+empty = tf.config.experimental.get_memory_info("CPU:0")["current"]
+report(empty=empty, peak=peak([49, 98, 49, 98]))
+"""
+
+ERRORS = """
+def message(kind, call):
+    try:
+        call()
+    except kind as error:
+        return str(error)
+report(messages=[
+    message(GraphError, lambda: rehearse.rehearse([1, 1], [1 << 20, 1 << 20])),
+    message(GraphError, lambda: rehearse.rehearse([1], [-1])),
+    message(GraphError, lambda: rehearse.rehearse([1, 2], [1 << 20])),
+    message(GraphError, lambda: rehearse.reserve(0)),
+    message(CheckmateError, lambda: rehearse.allocator_config(device="GPU:0")),
+    message(CheckmateError, lambda: memory_trace.record(lambda: None)),
+], current=tf.config.experimental.get_memory_info("CPU:0")["current"])
+"""
+
+UNTRACKED = """
+try:
+    rehearse.rehearse([1], [1 << 20])
+except CheckmateError as error:
+    report(message=str(error))
+"""
+
+
+def run(script, environment):
+    """Runs a script in a fresh process and returns what it reported."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("TF_CPU", "TF_ENABLE", "TF_MKL"))}
+    clean |= {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", **environment}
+    command = [sys.executable, "-c", PRELUDE + script]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT "))
+
+
+@pytest.mark.parametrize(("environment", "uncounted"), [(ONEDNN, 256 << 10), (PLAIN_BFC, 0)], ids=["onednn", "bfc"])
+def test_simulator_equals_the_real_allocator_to_the_byte(environment, uncounted):
+    found = run(COMPARE, environment)
+    assert found["uncounted"] == uncounted
+    for real_peak, peak, real_index, index, same_timeline, fits in found["rows"]:
+        assert (peak, index, same_timeline, fits) == (real_peak, real_index, True, True)
+
+
+@pytest.mark.slow
+def test_the_wall_is_met_at_the_same_request():
+    found = run(WALL, PLAIN_BFC)
+    assert found["real"] == found["predicted"]
+    assert found["real"][0] == 4
+    assert found["after"] == 0
+    assert found["observed"] == found["expected"]
+    assert found["whole"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", [ONEDNN, PLAIN_BFC], ids=["onednn", "bfc"])
+def test_a_recorded_step_is_replayed_to_the_byte(environment):
+    found = run(TRACE, environment)
+    assert found["simulated"] == found["measured"] > 3 * 700 * 700 * 4
+    assert found["rehearsed"] == found["measured_again"]
+    assert found["same_chunks"]
+    assert "MatMul" in found["ops"]
+
+
+def test_a_reserve_makes_chunks_fit_the_tensors():
+    found = run(RESERVE, ONEDNN)
+    assert found["empty"] == 0
+    assert found["peak"] == (49 + 98 + 49 + 98) << 20
+
+
+def test_errors_say_what_is_wrong():
+    found = run(ERRORS, ONEDNN)
+    expected = ("live already", "not live", "One size per event", "positive size", "Only a CPU", "no allocation")
+    for message, words in zip(found["messages"], expected, strict=True):
+        assert words in message
+    assert found["current"] == 0
+
+
+def test_a_device_without_statistics_is_refused_with_the_way_out():
+    assert "TF_CPU_ALLOCATOR_USE_BFC" in run(UNTRACKED, NO_STATISTICS)["message"]

@@ -1,0 +1,119 @@
+"""Every strategy, on every small graph, keeps its promises."""
+
+import time
+
+import graphs_for_solvers as small
+import numpy as np
+import pytest
+
+from checkmate_tf.core.problem import Options, Problem, Status
+from checkmate_tf.solvers import create, names, solve
+
+FRACTIONS = (1.0, 0.8, 0.6)
+LIMIT_S = 4.0
+
+
+def budget_of(graph, fraction):
+    return int(fraction * create("checkpoint_all", graph).solve(1 << 60, Options()).peak_bytes)
+
+
+@pytest.fixture(scope="module")
+def optimum():
+    """(status, cost) of the exact program, by graph and budget."""
+    known = {}
+
+    def find(name, budget):
+        if (name, budget) not in known:
+            known[name, budget] = create("milp", small.SMALL[name]).solve(budget, Options(time_limit_s=20))
+        return known[name, budget]
+
+    return find
+
+
+@pytest.mark.parametrize("strategy", names())
+@pytest.mark.parametrize("name", small.SMALL)
+def test_contract(strategy, name, optimum):
+    graph = small.SMALL[name]
+    solver = create(strategy, graph)
+    for fraction in FRACTIONS:
+        budget = budget_of(graph, fraction)
+        solution = solver.solve(budget, Options(time_limit_s=LIMIT_S))
+        best = optimum(name, budget)
+        assert solution.strategy == strategy
+        assert best.status in (Status.OPTIMAL, Status.INFEASIBLE)
+        if solution.schedule is None:
+            assert solution.status in (Status.UNKNOWN, Status.INFEASIBLE)
+            assert np.isnan(solution.cost)
+            continue
+        cost, peak = small.run(graph, solution.schedule.sequence())
+        assert best.status is Status.OPTIMAL
+        assert solution.status in (Status.OPTIMAL, Status.FEASIBLE)
+        assert peak == solution.peak_bytes <= budget
+        assert cost == pytest.approx(solution.cost)
+        assert cost >= best.cost - 1e-6
+        if solution.bound_of == "checkmate":
+            assert solution.bound <= best.cost + 1e-6
+        if solution.status is Status.OPTIMAL and graph.total_cost:
+            assert solution.gap <= 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["auto", "stages"])
+@pytest.mark.parametrize("name", [k for k in small.SMALL if k != "forward only"])
+def test_finds_the_optimum_of_small_graphs(strategy, name, optimum):
+    graph = small.SMALL[name]
+    for fraction in FRACTIONS:
+        budget = budget_of(graph, fraction)
+        best = optimum(name, budget)
+        solution = create(strategy, graph).solve(budget, Options(time_limit_s=LIMIT_S))
+        if best.status is Status.OPTIMAL and not (strategy == "stages" and solution.status is Status.INFEASIBLE):
+            assert solution.cost == pytest.approx(best.cost)
+            assert solution.bound <= best.cost * (1 + 1e-6) + 1e-6
+
+
+def test_one_call_for_one_problem():
+    graph = small.chain(6)
+    solution = solve(Problem(graph, budget_of(graph, 0.6)))
+    assert solution.status is Status.OPTIMAL
+    assert solution.history[-1][1] == solution.cost
+
+
+def test_unknown_strategy_is_refused_with_the_names():
+    with pytest.raises(ValueError, match="strategy must be one of auto, stages"):
+        create("magic", small.chain(3))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "stages", "milp"])
+def test_time_limit_is_kept(strategy):
+    graph = small.residual(12)
+    limit = 1.0
+    solver = create(strategy, graph)
+    began = time.perf_counter()
+    solver.solve(budget_of(graph, 0.4), Options(time_limit_s=limit))
+    assert time.perf_counter() - began <= 1.2 * limit + 2.0
+
+
+def test_same_seed_same_schedule():
+    graph = small.residual(4)
+    budget = budget_of(graph, 0.6)
+    found = [create("stages", graph).solve(budget, Options(seed=3)) for _ in range(2)]
+    assert np.array_equal(found[0].schedule.R, found[1].schedule.R)
+
+
+def test_second_call_starts_from_what_was_seen():
+    graph = small.residual(4)
+    solver = create("stages", graph)
+    first = solver.solve(budget_of(graph, 0.6), Options())
+    again = solver.solve(budget_of(graph, 0.62), Options(time_limit_s=0.01))
+    assert again.cost <= first.cost
+
+
+def test_progress_and_hint():
+    graph = small.residual(3)
+    budget = budget_of(graph, 0.6)
+    known = create("stages", graph).solve(budget, Options())
+    told = []
+    options = Options(hint=known.schedule, on_progress=lambda *event: told.append(event), time_limit_s=5.0)
+    solution = create("milp", graph).solve(budget, options)
+    assert solution.cost <= known.cost
+    assert told
+    assert told[0][1] is not None

@@ -1,0 +1,181 @@
+"""Imports go one way, and each heavy library has its place. Read from the source, so nothing is imported for it."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import graphlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "checkmate_tf"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+EVERYWHERE = {"_text", "_version", "budget", "errors"}
+"""Modules without a place in the order: anyone may import them, and they import only one another."""
+
+LIBRARY = {
+    "baselines",
+    "core",
+    "keras",
+    "lowering",
+    "pipeline",
+    "planner",
+    "plots",
+    "progress",
+    "reporting",
+    "solvers",
+}
+
+MAY_IMPORT = {
+    **dict.fromkeys(EVERYWHERE, frozenset()),
+    "core": {"core"},
+    "solvers": {"baselines", "core", "solvers"},
+    "baselines": {"baselines", "core", "solvers"},
+    "planner": {"baselines", "core", "planner", "solvers"},
+    "lowering": {"core", "lowering"},
+    "pipeline": {"core", "lowering", "pipeline", "planner", "reporting"},
+    "keras": {"core", "keras", "lowering", "pipeline", "reporting"},
+    "plots": {"plots", "reporting"},
+    "reporting": {"plots", "reporting"},
+    "progress": set(),
+    "api": {"api", *LIBRARY},
+    "": {"api", *LIBRARY},
+    "sample_data": set(),
+    "commands": {"", "commands", "sample_data"},
+    "cli": {"cli", "commands"},
+    "__main__": {"cli"},
+}
+"""Part of the package -> the parts that it may import beside EVERYWHERE; "" is the package's own __init__."""
+
+PLACES = {
+    "tensorflow": {"lowering", "pipeline", "keras", "api", "commands"},
+    "keras": {"lowering", "pipeline", "keras", "api", "commands"},
+    "ortools": {"solvers"},
+    "matplotlib": {"plots"},
+    "sklearn": {"sample_data"},
+    "PIL": {"sample_data"},
+}
+"""Library -> the only parts that may import it."""
+
+TYPES_ONLY = {("reporting", "matplotlib")}
+"""What a part may name in annotations (under TYPE_CHECKING) although it must not import it."""
+
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "google": "protobuf"}
+
+
+def part_of(path: Path) -> str:
+    """The first name below the package: "core" for core/graph.py, "api" for api.py, "" for __init__.py."""
+    relative = path.relative_to(PACKAGE).with_suffix("")
+    return "" if relative.parts == ("__init__",) else relative.parts[0]
+
+
+def imports_of(source: str, *, types: bool = True) -> set[str]:
+    """Absolute names of all that a file imports, wherever in the file it does; relative imports are refused."""
+    found = set()
+    for node in walk(ast.parse(source), types):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise AssertionError(f"line {node.lineno}: imports must be absolute")
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def walk(node: ast.AST, types: bool):
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if types or not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from walk(child, types)
+
+
+def parts_imported(imports: set[str]) -> set[str]:
+    """The parts of the package among these imports; the package itself is ""."""
+    names = [name.split(".") for name in imports]
+    known = {part_of(path) for path in FILES}
+    return {n[1] if n[1] in known else "" for n in names if n[0] == "checkmate_tf" and len(n) > 1} | {
+        "" for n in names if n == ["checkmate_tf"]
+    }
+
+
+def modules_loaded_by(path: Path) -> set[Path]:
+    """The files of the package that importing this one imports first: imports in functions come later."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    body = ast.Module([n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
+    loaded = set()
+    for name in imports_of(ast.unparse(body)):
+        place = ROOT.joinpath(*name.split("."))
+        candidates = (place.with_suffix(".py"), place / "__init__.py", place.parent.with_suffix(".py"))
+        loaded |= set([candidate for candidate in candidates if candidate in FILES][:1])
+    return loaded
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path):
+    part = part_of(path)
+    assert part in MAY_IMPORT, f"{part} has no place in the order of imports: add it to MAY_IMPORT"
+    imported = parts_imported(imports_of(path.read_text(encoding="utf-8")))
+    wrong = imported - MAY_IMPORT[part] - EVERYWHERE
+    assert not wrong, f"{part} must not import {sorted(wrong)}"
+
+
+def test_no_module_imports_itself_through_others():
+    order = graphlib.TopologicalSorter({path: modules_loaded_by(path) - {path} for path in FILES})
+    order.prepare()  # raises CycleError, which names the modules
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_each_library_has_its_place(path):
+    source, part = path.read_text(encoding="utf-8"), part_of(path)
+    imported = {name.split(".")[0] for name in imports_of(source, types=False)}
+    named = {name.split(".")[0] for name in imports_of(source)} - imported
+    wrong = {library for library in imported if part not in PLACES.get(library, {part})}
+    wrong |= {
+        library for library in named if part not in PLACES.get(library, {part}) and (part, library) not in TYPES_ONLY
+    }
+    assert not wrong, f"{part} must not import {sorted(wrong)}"
+
+
+def test_every_library_is_required_by_the_package():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    lines = config["options"]["install_requires"] + config["options.extras_require"]["examples"]
+    required = {re.match(r"[\w-]+", line)[0] for line in lines.split() if line[0].isalpha()}
+    libraries = set()
+    for path in FILES:
+        libraries |= {name.split(".")[0] for name in imports_of(path.read_text(encoding="utf-8"))}
+    libraries -= set(sys.stdlib_module_names) | {"checkmate_tf"}
+    missing = {DISTRIBUTIONS.get(library, library) for library in libraries} - required
+    assert not missing, f"setup.cfg must require {sorted(missing)}"
+
+
+def test_importing_the_package_loads_no_heavy_library():
+    code = "import sys, checkmate_tf; print(*sorted({'matplotlib', 'ortools', 'tensorflow'} & sys.modules.keys()))"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == []
+
+
+def test_the_checks_see_what_they_must():
+    source = """
+if TYPE_CHECKING:
+    import a.b
+def f():
+    from checkmate_tf.core import graph
+    from checkmate_tf import api, x
+"""
+    real = {"checkmate_tf.core.graph", "checkmate_tf.api", "checkmate_tf.x"}
+    assert imports_of(source) == {"a.b", *real}
+    assert imports_of(source, types=False) == real
+    assert parts_imported({"checkmate_tf.core.graph", "checkmate_tf.nothing", "numpy"}) == {"core", ""}
+    assert parts_imported({"checkmate_tf"}) == {""}
+    assert PACKAGE / "errors.py" in modules_loaded_by(PACKAGE / "budget.py")
+    assert PACKAGE / "plots" / "memory.py" not in modules_loaded_by(PACKAGE / "reporting.py")
+    assert part_of(PACKAGE / "core" / "graph.py") == "core"
+    with pytest.raises(AssertionError, match="absolute"):
+        imports_of("from . import x")

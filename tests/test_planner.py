@@ -1,0 +1,125 @@
+"""Plans within budgets that a pretended allocator reports: exact, a share more, a constant more, never enough."""
+
+import numpy as np
+import pytest
+
+from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.core.validate import validate
+from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
+from checkmate_tf.planner import Planner
+
+MIB = 1 << 20
+BASE = 3 * MIB
+LAYERS = 8
+
+
+def training_step() -> OpGraph:
+    """A chain: forward ops of 1 MiB, then for each a gradient of 1 MiB and an update."""
+    names, inputs, outputs, size, producer = [], [], [], [], []
+
+    def add(name, reads, makes):
+        names.append(name)
+        inputs.append(tuple(reads))
+        outputs.append(tuple(range(len(size), len(size) + len(makes))))
+        size.extend(makes)
+        producer.extend([len(names) - 1] * len(makes))
+        return outputs[-1]
+
+    values = [add("forward0", (), [MIB])]
+    for k in range(1, LAYERS):
+        values.append(add(f"forward{k}", values[-1], [MIB]))
+    gradient = add("loss", values[-1], [MIB])
+    for k in reversed(range(LAYERS)):
+        gradient = add(f"backward{k}", (*values[k], *gradient), [MIB])
+        add(f"update{k}", gradient, [])
+    n = len(names)
+    count = len(size)
+    return OpGraph(
+        names=tuple(names),
+        types=("Op",) * n,
+        inputs=tuple(inputs),
+        controls=((),) * n,
+        outputs=tuple(outputs),
+        producer=np.array(producer),
+        tensor_bytes=np.array(size),
+        storage=np.arange(count),
+        persistent=np.zeros(count, dtype=bool),
+        takeover=((),) * n,
+        once=np.array([name.startswith("update") for name in names]),
+        is_gradient=np.array([not name.startswith("forward") for name in names]),
+    )
+
+
+def planner(report) -> Planner:
+    """A planner whose allocator reports `report(tensor bytes)`."""
+    graph = training_step()
+    costs = Costs(np.ones(graph.n), np.zeros(graph.n, dtype=np.int64))
+    return Planner(
+        graph,
+        costs,
+        base_bytes=BASE,
+        allocator_peak=lambda memory, *_: report(memory.peak_bytes + BASE),
+    )
+
+
+REPORTS = {
+    "exact": lambda nbytes: nbytes,
+    "a tenth more": lambda nbytes: nbytes + nbytes // 10,
+    "a constant more": lambda nbytes: nbytes + MIB // 2,
+}
+
+
+@pytest.fixture(scope="module", params=sorted(REPORTS))
+def reported(request):
+    return request.param, planner(REPORTS[request.param])
+
+
+def test_an_ample_budget_recomputes_nothing(reported):
+    _, plans = reported
+    candidate = plans.plan(1 << 30, time_limit_s=4)
+    assert candidate.plan.recomputed() == {}
+    assert candidate.solution is None
+    assert candidate.time_s == training_step().n
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75])
+def test_a_tight_budget_is_held_and_costs_time(reported, share):
+    name, plans = reported
+    plain = plans.store_all()
+    budget = int(share * plain.peak_bytes)
+    candidate = plans.plan(budget, time_limit_s=4)
+    assert candidate.peak_bytes <= budget
+    assert candidate.peak_bytes == REPORTS[name](plans.tensor_peak(candidate))
+    assert candidate.plan.recomputed()
+    assert candidate.time_s == len(candidate.plan) > plain.time_s
+    validate(candidate.op_graph, candidate.plan, candidate.memory, budget - BASE)
+
+
+def test_a_budget_below_all_schedules_is_refused_with_the_least_that_is_known(reported):
+    _, plans = reported
+    with pytest.raises(InfeasibleBudget, match="budget must be at least .* proven") as caught:
+        plans.plan(BASE + MIB, time_limit_s=4)
+    error = caught.value
+    assert error.bottleneck in training_step().names
+    candidate = plans.plan(error.minimum_bytes, time_limit_s=4)
+    assert candidate.peak_bytes <= error.minimum_bytes, "the budget that the message names can be met"
+
+
+def test_a_budget_that_only_the_allocator_breaks_is_not_called_proven():
+    plans = planner(lambda nbytes: nbytes + 64 * MIB)
+    with pytest.raises(NoScheduleFound, match="no schedule within") as caught:
+        plans.plan(BASE + 20 * MIB, time_limit_s=4)
+    assert caught.value.best_peak_bytes > BASE + 64 * MIB
+
+
+def test_memory_that_runs_out_for_some_plans_does_not_stop_the_search():
+    limit = BASE + 8 * MIB
+    plans = planner(lambda nbytes: None if nbytes > limit else nbytes)
+    candidate = plans.plan(limit, time_limit_s=4)
+    assert candidate.peak_bytes <= limit
+
+
+def test_the_unmodified_step_is_simulated_in_the_order_in_which_ops_are_ready():
+    plans = planner(REPORTS["exact"])
+    assert plans.unordered().plan.recomputed() == {}
+    assert plans.unordered().peak_bytes >= plans.store_all().peak_bytes

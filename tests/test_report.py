@@ -1,0 +1,239 @@
+"""Reports: what is not known is None, what is written is read back, and plots show the data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkmate_tf.reporting import KINDS, Report, ScheduleRow
+
+MIB = 1024**2
+
+
+def full_report(**changes) -> Report:
+    report = Report(
+        budget_bytes=400 * MIB,
+        predicted_peak_bytes=390 * MIB,
+        measured_peak_bytes=395 * MIB,
+        plain_peak_bytes=800 * MIB,
+        predicted_step_s=1.1,
+        measured_step_s=1.05,
+        plain_step_s=1.0,
+        predicted_overhead=1.08,
+        lower_bound=1.09,
+        gap=0.0092,
+        status="feasible",
+        strategy="auto",
+        phases_s={"trace": 2.0, "solve": 10.25},
+        recomputed={"relu": 2, "conv<1>": 1},
+        timeline_bytes=np.array([100, 300, 390, 200]) * MIB,
+        timeline_split_bytes={
+            "workspace": np.array([0, 50, 90, 0]) * MIB,
+            "fixed": np.array([100, 100, 100, 100]) * MIB,
+            "forward": np.array([0, 150, 200, 100]) * MIB,
+        },
+        schedule=(
+            ScheduleRow("conv<1>", (0, 3)),
+            ScheduleRow("relu", (1, 4, 5)),
+            ScheduleRow("grad/relu", np.array([6]), is_gradient=True),
+        ),
+        notes=("The last batch is smaller & runs unplanned.",),
+    )
+    return dataclasses.replace(report, **changes)
+
+
+def test_an_empty_report_knows_nothing():
+    report = Report()
+    named = (
+        "budget_bytes predicted_peak_bytes measured_peak_bytes plain_peak_bytes predicted_step_s measured_step_s "
+        "plain_step_s overhead lower_bound gap strategy"
+    )
+    assert all(getattr(report, name) is None for name in named.split())
+    assert report.status == "unplanned"
+    assert "None" not in str(report)
+
+
+def test_reports_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        full_report().budget_bytes = 1
+
+
+def test_overhead_is_measured_where_both_times_are():
+    assert full_report().overhead == pytest.approx(1.05)
+    assert full_report(measured_step_s=None).overhead == 1.08
+    assert full_report(plain_step_s=None).overhead == 1.08
+    assert full_report(plain_step_s=None, predicted_overhead=None).overhead is None
+
+
+def test_numpy_values_become_plain_ones():
+    report = full_report(budget_bytes=np.int64(5), gap=np.float64(0.5))
+    assert type(report.budget_bytes) is int
+    assert type(report.gap) is float
+    assert report.timeline_bytes == (100 * MIB, 300 * MIB, 390 * MIB, 200 * MIB)
+    assert report.schedule[2].steps == (6,)
+    assert list(report.timeline_split_bytes) == ["fixed", "forward", "workspace"]
+
+
+def test_an_unknown_kind_of_memory_is_refused():
+    with pytest.raises(ValueError, match="'activations'"):
+        Report(timeline_split_bytes={"activations": (1,)})
+
+
+def test_json_round_trip():
+    report = full_report()
+    assert Report.from_json(report.to_json()) == report
+    assert Report.from_json(Report().to_json()) == Report()
+    assert json.loads(report.to_json())["version"] == 1
+
+
+maybe_bytes = st.none() | st.integers(0, 2**50)
+maybe_seconds = st.none() | st.floats(0, 1e6)
+
+
+@given(
+    st.builds(
+        Report,
+        budget_bytes=maybe_bytes,
+        measured_peak_bytes=maybe_bytes,
+        plain_step_s=maybe_seconds,
+        measured_step_s=maybe_seconds,
+        gap=maybe_seconds,
+        status=st.text(),
+        strategy=st.none() | st.text(),
+        phases_s=st.dictionaries(st.text(), st.floats(0, 1e6)),
+        recomputed=st.dictionaries(st.text(), st.integers(1, 9)),
+        timeline_bytes=st.lists(st.integers(0, 2**50)),
+        timeline_split_bytes=st.dictionaries(st.sampled_from(KINDS), st.lists(st.integers(0, 2**50))),
+        schedule=st.lists(st.builds(ScheduleRow, st.text(), st.lists(st.integers(0, 99)), st.booleans())),
+        notes=st.lists(st.text()),
+    )
+)
+def test_any_report_survives_json_and_can_be_shown(report):
+    assert Report.from_json(report.to_json()) == report
+    assert str(report)
+    assert report._repr_html_().startswith("<table>")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "other"}, "this text is not one"),
+        ({"version": 99}, "version 1; this one has 99"),
+        ({"gap": "delete"}, "lacks gap"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(change, message):
+    data = json.loads(full_report().to_json())
+    data.update(change)
+    data = {name: value for name, value in data.items() if value != "delete"}
+    with pytest.raises(ValueError, match=message):
+        Report.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{"])
+def test_what_is_no_report_is_refused(text):
+    with pytest.raises(ValueError):  # noqa: PT011  json's own error and ours
+        Report.from_json(text)
+
+
+def test_a_number_that_json_lacks_is_refused():
+    with pytest.raises(ValueError, match="JSON compliant"):
+        Report(gap=float("inf")).to_json()
+
+
+def test_text_is_an_aligned_table():
+    lines = str(full_report()).splitlines()
+    assert lines[1].split() == ["plain", "predicted", "measured"]
+    assert lines[2].split("  ")[1] == "allocator peak"
+    assert lines[2].split()[2:] == ["800.00", "MiB", "390.00", "MiB", "395.00", "MiB"]
+    assert len({len(line) for line in lines[1:4]}) == 1
+    text = str(full_report())
+    assert "400.00 MiB" in text
+    assert "1.050 x the plain step time" in text
+    assert "0.92 %" in text
+    assert "2 ops, 3 times: relu x 2, conv<1>" in text
+    assert "note: The last batch" in text
+
+
+def test_text_names_only_the_most_recomputed_ops():
+    text = str(Report(recomputed={f"op{i}": i for i in range(1, 9)}))
+    assert "8 ops, 36 times: op8 x 8, op7 x 7, op6 x 6, op5 x 5, op4 x 4, and 3 more" in text
+
+
+def test_html_is_escaped():
+    shown = full_report(notes=("<script>",), strategy="a&b")._repr_html_()
+    assert "conv&lt;1&gt;" in shown
+    assert "&lt;script&gt;" in shown
+    assert "a&amp;b" in shown
+    assert "<script>" not in shown
+
+
+def lines_by_label(axes):
+    return {line.get_label(): line for line in axes.get_lines()}
+
+
+def test_memory_plot_holds_the_data():
+    figure = full_report().plot_memory()
+    (axes,) = figure.axes
+    lines = lines_by_label(axes)
+    np.testing.assert_allclose(lines["in use"].get_ydata(), [100, 300, 390, 200])
+    np.testing.assert_array_equal(lines["in use"].get_xdata(), [0, 1, 2, 3])
+    assert list(lines["budget 400.00 MiB"].get_ydata()) == [400, 400]
+    assert list(lines["plain peak 800.00 MiB"].get_ydata()) == [800, 800]
+    peak = lines["peak 390.00 MiB"]
+    assert (list(peak.get_xdata()), list(peak.get_ydata())) == ([2], [390])
+    assert "MiB" in axes.get_ylabel()
+
+
+def test_memory_plot_stacks_the_kinds():
+    (axes,) = full_report().plot_memory().axes
+    layers = {c.get_label(): c.get_paths()[0].vertices[:, 1].max() for c in axes.collections}
+    assert layers == {"variables, slots, batch": 100, "forward values": 300, "workspace": 390}
+
+
+def test_memory_plot_without_what_is_not_known():
+    report = full_report(budget_bytes=None, plain_peak_bytes=None, timeline_split_bytes={})
+    (axes,) = report.plot_memory().axes
+    assert set(lines_by_label(axes)) == {"in use", "peak 390.00 MiB"}
+    assert not axes.collections
+
+
+def test_schedule_plot_holds_the_data():
+    (axes,) = full_report().plot_schedule().axes
+    lines = lines_by_label(axes)
+    points = {label: sorted(zip(*map(list, line.get_data()), strict=True)) for label, line in lines.items()}
+    assert points == {
+        "forward": [(0, 0), (1, 1)],
+        "backward and update": [(6, 2)],
+        "recomputed (3)": [(3, 0), (4, 1), (5, 1)],
+    }
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["conv<1>", "relu", "grad/relu"]
+    assert axes.get_ylim() == (2.5, -0.5)
+
+
+def test_schedule_plot_of_many_ops_names_none():
+    rows = tuple(ScheduleRow(f"op{i}", (i,)) for i in range(500))
+    (axes,) = full_report(schedule=rows).plot_schedule().axes
+    assert not any(label.get_text().startswith("op") for label in axes.get_yticklabels())
+    assert len(lines_by_label(axes)["forward"].get_xdata()) == 500
+
+
+def test_plots_can_be_drawn(tmp_path):
+    report = full_report()
+    for name in ("plot_memory", "plot_schedule"):
+        path = tmp_path / f"{name}.png"
+        getattr(report, name)().savefig(path)
+        assert path.stat().st_size > 5_000
+
+
+def test_what_runs_unplanned_says_why_there_is_no_plot():
+    report = Report(notes=("It runs unplanned because it fits.",))
+    with pytest.raises(ValueError, match="because it fits"):
+        report.plot_memory()
+    with pytest.raises(ValueError, match="'unplanned'"):
+        Report().plot_schedule()

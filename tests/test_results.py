@@ -1,0 +1,42 @@
+"""Committed results hold what they say, and the README quotes them to the letter."""
+
+import importlib.util
+import json
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+RESULT = ROOT / "experiments" / "results" / "within_budget.json"
+ROW_KEYS = {
+    "case", "budget", "budget_bytes", "plain_peak_bytes", "predicted_peak_bytes", "measured_peak_bytes",
+    "within_budget", "plain_step_s", "measured_step_s", "time_ratio", "predicted_overhead", "gap", "compile_s",
+    "time_limit_s",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def result():
+    return json.loads(RESULT.read_text())
+
+
+def test_result_names_machine_versions_and_settings(result):
+    assert result["version"] == 1
+    assert {"cpu", "cores", "python", "tensorflow", "keras", "ortools", "numpy"} <= result["environment"].keys()
+    assert {"steps_in_a_block", "implementations"} <= result["settings"].keys()
+
+
+def test_rows_are_complete_and_consistent(result):
+    assert result["rows"]
+    for row in result["rows"]:
+        if "error" not in row:
+            assert row.keys() >= ROW_KEYS
+            assert row["within_budget"] == (row["measured_peak_bytes"] <= row["budget_bytes"])
+
+
+def test_readme_quotes_the_result(result):
+    spec = importlib.util.spec_from_file_location("readme_table", ROOT / "experiments" / "readme_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    readme = (ROOT / "README.md").read_text()
+    assert module.with_table(readme, result) == readme
