@@ -11,8 +11,10 @@ import datetime
 import enum
 
 import numpy as np
-from ortools.math_opt import (
+
+from checkmate_tf.solvers.engines import (
     callback_pb2,
+    mathopt,
     model_parameters_pb2,
     model_pb2,
     model_update_pb2,
@@ -20,7 +22,6 @@ from ortools.math_opt import (
     result_pb2,
     solution_pb2,
 )
-from ortools.math_opt.core.python import solver as mathopt
 
 ONE = -1  # code of the constant 1 in place of a column index
 ZERO = -2  # code of the constant 0

@@ -20,11 +20,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from ortools.sat.python import cp_model
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
+from checkmate_tf.solvers.engines import cp_model
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, masks_from_rows, node_blocks, rows_from_masks
 from checkmate_tf.solvers.starts import start_schedules
 

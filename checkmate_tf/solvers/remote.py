@@ -1,8 +1,8 @@
 """Runs a solver in a process of its own.
 
-OR-Tools and TensorFlow cannot be loaded into one process: both register the same protocol buffer
-bindings, and whichever comes second fails. The process also keeps a search from competing with
-Python threads here, and its time limit is kept even if a solver hangs in native code.
+OR-Tools and TensorFlow get along in one process only in one order of import (`solvers.engines`),
+which is not ours to choose in a user's program. The process also keeps a search from competing
+with Python threads here, and its time limit is kept even if a solver hangs in native code.
 """
 
 from __future__ import annotations
