@@ -104,8 +104,8 @@ class Planner:
         self._allocator_peak = allocator_peak
         self._base_bytes = base_bytes
         self.orders = []
-        for delay in (True, False):
-            ordered, ordered_costs = permute(op_graph, costs, low_peak_order(op_graph, delay_gradients=delay))
+        for settle in (True, False):
+            ordered, ordered_costs = permute(op_graph, costs, low_peak_order(op_graph, settle=settle))
             ordered.check()
             self.orders.append(_Order(ordered, ordered_costs, base_bytes, strategy))
 
