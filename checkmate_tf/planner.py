@@ -29,8 +29,9 @@ from checkmate_tf.solvers.remote import Point, RemoteSolver
 _log = logging.getLogger(__name__)
 
 _SMALL_BYTES = 1 << 16  # values below this are kept: together they are a fraction of a percent
-_SEARCH_SHARE = 0.85  # of the time limit, before small plans are tried
-_CONFIRMED_SHARE = 0.9  # of the time left, as the plan that is found may have to be replaced
+_SEARCH_SHARE = 0.9  # of the time limit, before small plans are tried
+_CONFIRMED_SHARE = 0.85  # of the time left, as the plan that is found may have to be replaced
+_AS_CHEAP = 1.01  # times the cost of a plan that was not confirmed: a known one that takes its place at once
 _FIRST_SHARE, _FIRST_GAP = 0.3, 0.01  # of a search, for a first look at each order
 _LATER_SHARE, _LAST_GAP = 0.5, 0.003  # of the time left, for each round of adjustment: the first is the longest
 _LEAST_ROUND_S = 0.2
@@ -166,25 +167,32 @@ class Planner:
         bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * time_limit_s)
         clock = Clock(time_limit_s - bound_limit_s)
         target_bytes = budget_bytes
+        found = None
         for _ in range(_MOST_CONFIRMATIONS):
             candidate = self.store_all()
             if candidate.peak_bytes > target_bytes:
                 candidate = _Search(self, target_bytes, _CONFIRMED_SHARE * clock.left_s, seed, on_progress).run()
             if candidate is None:
-                return None
-            confirmed = self.confirmed(candidate, budget_bytes, bound_limit_s) or self.known(
-                budget_bytes, bound_limit_s
-            )
-            if confirmed is not None:
-                validate(confirmed.op_graph, confirmed.plan)
-                return confirmed
+                break
+            found = self.confirmed(candidate, budget_bytes, bound_limit_s)
+            if found is None:
+                found = self.known(budget_bytes, bound_limit_s, most_s=_AS_CHEAP * candidate.time_s)
+            if found is not None:
+                break
             target_bytes -= max(self.worst_peak(candidate) - budget_bytes, budget_bytes // 200)
-        return None
+        found = found or self.known(budget_bytes, bound_limit_s)
+        if found is not None:
+            validate(found.op_graph, found.plan)
+        return found
 
-    def known(self, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S) -> Candidate | None:
-        """The cheapest plan of those seen before that is within the budget now, or None."""
+    def known(
+        self, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S, *, most_s: float = np.inf
+    ) -> Candidate | None:
+        """The cheapest plan of those seen before that is within the budget now and takes at most `most_s`, or None."""
         tried = [(time_s, order, key) for order in self.orders for key, time_s in order.tried.items()]
-        for _, order, key in sorted(tried, key=lambda entry: entry[0]):
+        for time_s, order, key in sorted(tried, key=lambda entry: entry[0]):
+            if time_s > most_s:
+                return None
             candidate = self.evaluate(order, np.frombuffer(key, dtype=np.int64))
             if candidate.peak_bytes <= budget_bytes:
                 confirmed = self.confirmed(candidate, budget_bytes, bound_limit_s)

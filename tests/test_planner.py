@@ -1,5 +1,8 @@
 """Plans within budgets that a pretended allocator reports: exact, a share more, a constant more, never enough."""
 
+import contextlib
+import time
+
 import numpy as np
 import pytest
 
@@ -123,3 +126,19 @@ def test_the_unmodified_step_is_simulated_in_the_order_in_which_ops_are_ready():
     plans = planner(REPORTS["exact"])
     assert plans.unordered().plan.recomputed() == {}
     assert plans.unordered().peak_bytes >= plans.store_all().peak_bytes
+
+
+def test_a_search_in_the_middle_of_training_does_not_look_for_the_smallest_plans(monkeypatch):
+    plans = planner(REPORTS["exact"])
+    monkeypatch.setattr(plans, "_small", lambda _: pytest.fail("searched for the smallest plans"))
+    assert plans.search(BASE + MIB, time_limit_s=1) is None
+
+
+@pytest.mark.parametrize("share", [0.6, 0.1])
+def test_the_time_limit_holds_for_plans_and_refusals(share):
+    plans = planner(lambda nbytes: nbytes + nbytes // 10)
+    budget = int(share * plans.store_all().peak_bytes)
+    start = time.perf_counter()
+    with contextlib.suppress(InfeasibleBudget, NoScheduleFound):
+        plans.plan(budget, time_limit_s=4)
+    assert time.perf_counter() - start < 4 * 1.1 + 1, "1 s for a busy machine"

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from tiny_steps import STEPS, Step, numbers, prepared
 
-from checkmate_tf.lowering.extract import extract
+from checkmate_tf.lowering.extract import _original_order, extract
 from checkmate_tf.lowering.trace import trace
 
 
@@ -196,3 +196,18 @@ def test_steps_are_traced_for_nested_batches():
     step = Step(lambda batch: batch["x"] + batch["y"][0], ({"x": numbers(2), "y": (numbers(2),)},), [])
     spec = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape), step.batch[0])
     assert len(trace(step.run, spec).fetches) == 1
+
+
+def test_an_op_that_reads_a_late_constant_keeps_its_place():
+    with tf.Graph().as_default() as original:
+        batch = tf.compat.v1.placeholder(tf.float32, (), name="batch")
+        tf.identity(batch, name="early")
+        tf.identity(batch, name="later")
+        tf.constant(1.0, name="late")
+    with tf.Graph().as_default() as simplified:
+        late = tf.constant(1.0, name="late")
+        batch = tf.compat.v1.placeholder(tf.float32, (), name="batch")
+        tf.identity(batch, name="later")
+        tf.add(batch, late, name="early")
+    ordered = _original_order(simplified.get_operations(), original)
+    assert [op.name for op in ordered] == ["late", "batch", "early", "later"]
