@@ -89,6 +89,7 @@ class ProfiledStep:
             allocator_peak=lambda memory, disturbance: devices.allocator_peak(
                 memory, self.device, [batch_bytes] * disturbance
             ),
+            uncounted_below_bytes=devices.uncounted_below_bytes(self.device),
             strategy=settings.strategy,
         )
 

@@ -87,6 +87,7 @@ class Planner:
         allocator_peak: Plays a simulated plan on the allocator, in its present state (0) or in one
             that is disturbed in the way that the number selects; returns the peak that it would
             report, everything included, or None where the memory runs out.
+        uncounted_below_bytes: Smaller requests are in no statistics of the allocator.
         strategy: Name of the solver.
     """
 
@@ -97,11 +98,13 @@ class Planner:
         *,
         base_bytes: int,
         allocator_peak: Callable[[Memory, int], int | None],
+        uncounted_below_bytes: int = 0,
         strategy: str = "auto",
     ):
         self._op_graph = op_graph
         self._costs = costs
         self._allocator_peak = allocator_peak
+        self._uncounted_below_bytes = uncounted_below_bytes
         self._base_bytes = base_bytes
         self.orders = []
         for delay in (True, False):
@@ -158,7 +161,6 @@ class Planner:
                 return None
             confirmed = self.confirmed(candidate, budget_bytes) or self.known(budget_bytes)
             if confirmed is not None:
-                validate(confirmed.op_graph, confirmed.plan)
                 return confirmed
             target_bytes -= max(self.worst_peak(candidate) - budget_bytes, budget_bytes // 200)
             time_limit_s /= 2
@@ -180,12 +182,22 @@ class Planner:
 
         The first run changes the allocator's state, and so does whatever else uses the device: a batch
         that lies elsewhere can move the peak by some percent.
+
+        Raises:
+            InvalidPlan: The checker refuses it.
         """
         if self.worst_peak(candidate) > budget_bytes:
             return None
         peak = self._allocator_peak(candidate.memory, 0)
         if peak is None or peak > budget_bytes:
             return None
+        validate(
+            candidate.op_graph,
+            candidate.plan,
+            candidate.memory,
+            budget_bytes - self._base_bytes,
+            uncounted_below_bytes=self._uncounted_below_bytes,
+        )
         confirmed = dataclasses.replace(candidate, peak_bytes=peak)
         settled = confirmed.solution is not None or len(confirmed.plan) == confirmed.op_graph.n
         return confirmed if settled else self._certified(confirmed)
