@@ -11,6 +11,7 @@ from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config
 from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.training import saver
 
+_NOT_INFERRED = frozenset({"PartitionedCall", "Placeholder", "ReadVariableOp", "StatefulPartitionedCall"})
 _LOWER = "_lower_using_switch_merge"  # the runtime expands this loop or branch in the caller's graph
 
 
@@ -79,7 +80,7 @@ def _simplify(function) -> graph_pb2.GraphDef:
     for body in simplified.library.function:  # TensorFlow knows these by name, and takes no second version
         if body.signature.name in bodies:
             body.CopyFrom(bodies[body.signature.name])
-    _keep_read_shapes(simplified, graph)
+    _keep_shapes(simplified, graph)
     return simplified
 
 
@@ -92,12 +93,12 @@ def _take_lowering_marks(graph_def: graph_pb2.GraphDef) -> set[str]:
     return marked
 
 
-def _keep_read_shapes(graph_def: graph_pb2.GraphDef, original: tf.Graph) -> None:
-    """Restores the shapes that the import would lose: those of variable reads and placeholders."""
+def _keep_shapes(graph_def: graph_pb2.GraphDef, original: tf.Graph) -> None:
+    """Restores the shapes that the import would lose, since it cannot infer them."""
     ops = {op.name: op for op in original.get_operations()}
     for node in graph_def.node:
         op = ops.get(node.name)
-        if node.op in ("ReadVariableOp", "Placeholder") and op is not None and op.type == node.op:
+        if node.op in _NOT_INFERRED and op is not None and op.type == node.op:
             del node.attr["_output_shapes"].list.shape[:]
             for tensor in op.outputs:
                 node.attr["_output_shapes"].list.shape.add().CopyFrom(tensor.shape.as_proto())

@@ -196,3 +196,16 @@ def test_steps_are_traced_for_nested_batches():
     step = Step(lambda batch: batch["x"] + batch["y"][0], ({"x": numbers(2), "y": (numbers(2),)},), [])
     spec = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape), step.batch[0])
     assert len(trace(step.run, spec).fetches) == 1
+
+
+def test_calls_of_functions_keep_their_shapes():
+    """Keras compiles a grouped convolution with XLA, and so calls it."""
+    model = keras.Sequential(
+        [keras.Input((8, 8, 4)), keras.layers.Conv2D(8, 3, groups=2), keras.layers.GlobalAveragePooling2D()]
+    )
+    model.compile(optimizer="sgd", loss="mse", jit_compile=False)
+    step = extract(trace(lambda x, y: model.train_step((x, y)), tf.TensorSpec((2, 8, 8, 4)), tf.TensorSpec((2, 8))))
+    calls = [op for op in step.graph.get_operations() if op.type.endswith("PartitionedCall")]
+    assert len(calls) == 2  # forward and gradient
+    assert calls[0].outputs[0].shape == (2, 6, 6, 8)
+    assert step.unsized == ()
