@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config_pb2
 from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.training import saver
+
+from checkmate_tf.lowering.calls import read_before_calls
 
 _NOT_INFERRED = frozenset({"PartitionedCall", "Placeholder", "ReadVariableOp", "StatefulPartitionedCall"})
 _LOWER = "_lower_using_switch_merge"  # the runtime expands this loop or branch in the caller's graph
@@ -62,6 +64,7 @@ def _simplify(function) -> graph_pb2.GraphDef:
     """Runs Grappler on the original graph (on a planned one its rewrites would make cycles)."""
     graph = function.graph
     graph_def = graph.as_graph_def()
+    read_shapes = read_before_calls(graph_def, graph)
     bodies = {body.signature.name: body for body in graph_def.library.function}
     lowered = _take_lowering_marks(graph_def)
     meta_graph = saver.export_meta_graph(graph_def=graph_def, graph=graph)
@@ -80,7 +83,7 @@ def _simplify(function) -> graph_pb2.GraphDef:
     for body in simplified.library.function:  # TensorFlow knows these by name, and takes no second version
         if body.signature.name in bodies:
             body.CopyFrom(bodies[body.signature.name])
-    _keep_shapes(simplified, graph)
+    _keep_shapes(simplified, {**_shapes_not_inferred(graph), **{name: [shape] for name, shape in read_shapes.items()}})
     return simplified
 
 
@@ -93,12 +96,15 @@ def _take_lowering_marks(graph_def: graph_pb2.GraphDef) -> set[str]:
     return marked
 
 
-def _keep_shapes(graph_def: graph_pb2.GraphDef, original: tf.Graph) -> None:
-    """Restores the shapes that the import would lose, since it cannot infer them."""
-    ops = {op.name: op for op in original.get_operations()}
+def _shapes_not_inferred(graph: tf.Graph) -> dict[str, list]:
+    """Shapes of the outputs of ops whose shapes an import cannot infer, by op name."""
+    ops = (op for op in graph.get_operations() if op.type in _NOT_INFERRED)
+    return {op.name: [tensor.shape.as_proto() for tensor in op.outputs] for op in ops}
+
+
+def _keep_shapes(graph_def: graph_pb2.GraphDef, shapes: Mapping[str, list]) -> None:
+    """Writes shapes where the import takes them from."""
     for node in graph_def.node:
-        op = ops.get(node.name)
-        if node.op in _NOT_INFERRED and op is not None and op.type == node.op:
+        if node.op in _NOT_INFERRED and node.name in shapes:
             del node.attr["_output_shapes"].list.shape[:]
-            for tensor in op.outputs:
-                node.attr["_output_shapes"].list.shape.add().CopyFrom(tensor.shape.as_proto())
+            node.attr["_output_shapes"].list.shape.extend(shapes[node.name])
