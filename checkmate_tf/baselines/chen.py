@@ -66,7 +66,7 @@ def greedy_limits(graph: Graph, candidates: Sequence[int]) -> list[float]:
     smallest, largest = sizes[sizes > 0].min(), sizes.sum()
     spacing = 1 / (_GRID - 1)
     lowest, highest = (math.log2(bound / centre) / spacing for bound in (smallest, largest))
-    steps = np.arange(math.floor(lowest), math.ceil(highest) + 1) + 0.5
+    steps = np.arange(min(math.floor(lowest) - 1, -_GRID // 2), max(math.ceil(highest) + 1, _GRID // 2)) + 0.5
     return [centre * 2 ** (step * spacing) for step in sorted(steps, key=abs)]
 
 
