@@ -58,6 +58,7 @@ PLACES = {
     "keras": {"lowering", "pipeline", "keras", "api", "commands"},
     "ortools": {"solvers"},
     "matplotlib": {"plots"},
+    "networkx": {"baselines"},
     "sklearn": {"sample_data"},
     "PIL": {"sample_data"},
 }

@@ -64,6 +64,7 @@ class Solution:
         strategy: Name in the registry.
         phases_s: Seconds per phase.
         history: (seconds, cost) of each incumbent.
+        reason: Why there is no schedule, where the strategy can say; else empty.
     """
 
     status: Status
@@ -75,6 +76,7 @@ class Solution:
     strategy: str
     phases_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     history: tuple[tuple[float, float], ...] = ()
+    reason: str = ""
 
     @property
     def gap(self) -> float | None:

@@ -163,6 +163,7 @@ class Solver(abc.ABC):
         *,
         status: Status | None = None,
         bound_of: str = "",
+        reason: str = "",
     ) -> Solution:
         """Packs the incumbent; without one the status is UNKNOWN unless told otherwise."""
         best = recorder.best
@@ -182,4 +183,5 @@ class Solver(abc.ABC):
             strategy=self.name,
             phases_s=dict(clock.phases_s),
             history=tuple(recorder.history),
+            reason=reason,
         )

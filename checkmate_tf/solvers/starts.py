@@ -20,7 +20,7 @@ def start_schedules(evaluator: Evaluator) -> Iterator[StagedSchedule]:
         return
     yield from chen_schedules(evaluator)
     for segments in np.unique([1, *np.geomspace(4, forward, 4).round()]).astype(int):
-        checkpoints = uniform_checkpoints(evaluator.graph, int(segments))
+        checkpoints = uniform_checkpoints(range(forward), int(segments))
         for stages in _LOOKAHEAD:
             yield lookahead_schedule(evaluator, checkpoints, stages)
 

@@ -6,7 +6,11 @@ import graphs_for_solvers as small
 import numpy as np
 import pytest
 
+from checkmate_tf.core.opgraph import OpGraph
+from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.problem import Options, Problem, Status
+from checkmate_tf.core.simulate import simulate
+from checkmate_tf.core.validate import validate
 from checkmate_tf.solvers import create, names, solve
 
 FRACTIONS = (1.0, 0.8, 0.6)
@@ -15,6 +19,14 @@ LIMIT_S = 4.0
 
 def budget_of(graph, fraction):
     return int(fraction * create("checkpoint_all", graph).solve(1 << 60, Options()).peak_bytes)
+
+
+def planned_peak(graph, schedule):
+    """Peak of the plan that is built from a schedule, after the checker has seen it."""
+    ops = OpGraph.from_graph(graph)
+    plan = compile_plan(ops, schedule.sequence())
+    validate(ops, plan)
+    return max(0, simulate(ops, plan, graph.workspace_bytes).peak_bytes) + graph.fixed_bytes
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +61,7 @@ def test_contract(strategy, name, optimum):
         assert best.status is Status.OPTIMAL
         assert solution.status in (Status.OPTIMAL, Status.FEASIBLE)
         assert peak == solution.peak_bytes <= budget
+        assert planned_peak(graph, solution.schedule) == peak
         assert cost == pytest.approx(solution.cost)
         assert cost >= best.cost - 1e-6
         if solution.bound_of == "checkmate":
