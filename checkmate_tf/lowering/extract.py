@@ -80,13 +80,14 @@ def _original_order(ops: Sequence[tf.Operation], original: tf.Graph) -> list[tf.
     """Ops by creation in the traced step; an op that Grappler made goes right behind what it depends on.
 
     Import order is topological but not creation order, and only creation order has the whole
-    forward pass before the backward pass.
+    forward pass before the backward pass. Constants come first: Grappler makes one of equal ones, and
+    where the one it keeps was created late, all ops that read it would be late.
     """
     created = {op.name: k for k, op in enumerate(original.get_operations())}
     place: dict[str, tuple[float, int]] = {}
     for k, op in enumerate(ops):
         before = [place[d.name][0] for d in _dependencies(op)]
-        own = created.get(op.name)
+        own = 0 if op.type == "Const" else created.get(op.name)
         latest = max(before, default=0.0)
         place[op.name] = (latest if own is None else max(float(own), latest), k)
     return sorted(ops, key=lambda op: place[op.name])
