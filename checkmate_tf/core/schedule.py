@@ -1,4 +1,4 @@
-"""Schedules: the matrices R (computed in a stage) and S (held into a stage), and sequences."""
+"""Schedules: the matrices R (computed in a stage) and S (held into a stage), and plain sequences."""
 
 from __future__ import annotations
 
@@ -42,6 +42,36 @@ class Schedule:
     def cost(self, graph: Graph) -> float:
         """Sum of the costs of all computations."""
         return float(self.R.sum(axis=0) @ graph.cost)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SequenceSchedule:
+    """A schedule in an order of its own: what the matrices R and S cannot always say.
+
+    Nodes may run for the first time in any topological order, and be recomputed in any order and any
+    number of times in between.
+
+    Attributes:
+        nodes: int64 (runs,). Node indices in order of execution.
+    """
+
+    nodes: np.ndarray
+
+    def __post_init__(self):
+        self.nodes.flags.writeable = False
+
+    def sequence(self) -> np.ndarray:
+        """Node indices in order of execution."""
+        return self.nodes
+
+    def cost(self, graph: Graph) -> float:
+        """Sum of the costs of all computations."""
+        return float(graph.cost[self.nodes].sum())
+
+    def keeps_order(self, graph: Graph) -> bool:
+        """Whether the first runs are in the graph's order, as those of every `Schedule` are."""
+        _, first = np.unique(self.nodes, return_index=True)
+        return len(first) == graph.n and bool(np.all(np.diff(first) > 0))
 
 
 def schedule_for_retained(graph: Graph, retained: np.ndarray) -> Schedule:

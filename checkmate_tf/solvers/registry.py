@@ -12,6 +12,10 @@ _STRATEGIES = {
     "auto": ("checkmate_tf.solvers.auto", "AutoSolver"),
     "stages": ("checkmate_tf.solvers.stages", "StagesSolver"),
     "milp": ("checkmate_tf.solvers.milp", "MilpSolver"),
+    "intervals": ("checkmate_tf.solvers.intervals", "IntervalsSolver"),
+    "lp_rounding": ("checkmate_tf.solvers.lp_rounding", "LpRoundingSolver"),
+    "lp_rounding_random": ("checkmate_tf.solvers.lp_rounding", "RandomLpRoundingSolver"),
+    "local_search": ("checkmate_tf.solvers.local_search", "LocalSearchSolver"),
     "chen_sqrt": ("checkmate_tf.baselines.chen", "ChenSqrtSolver"),
     "checkpoint_all": ("checkmate_tf.baselines.checkpoint_all", "CheckpointAllSolver"),
 }
