@@ -251,7 +251,7 @@ class Planner:
     def _certified(self, candidate: Candidate) -> Candidate:
         """The same plan with the solver's bound for all schedules with its peak."""
         order = next(order for order in self.orders if order.op_graph is candidate.op_graph)
-        options = Options(time_limit_s=_BOUND_LIMIT_S)
+        options = Options(time_limit_s=_BOUND_LIMIT_S, keep_order=True)
         return dataclasses.replace(candidate, solution=order.solver.solve(candidate.node_peak_bytes, options))
 
     def _simulated(self, op_graph: OpGraph, costs: Costs, ops: Sequence[int]) -> Candidate:
@@ -361,7 +361,13 @@ class _Search:
 
     def _solution(self, order: _Order, inner_bytes: int, share: float, gap: float) -> Solution:
         """Solves with a share of the time limit."""
-        options = Options(time_limit_s=share * self._limit_s, gap=gap, seed=self._seed, on_progress=self._on_progress)
+        options = Options(
+            time_limit_s=share * self._limit_s,
+            gap=gap,
+            seed=self._seed,
+            keep_order=True,  # side effects and what must wait for them are not edges of the graph
+            on_progress=self._on_progress,
+        )
         return order.solver.solve(inner_bytes, options)
 
     def _try(self, order: _Order, inner_bytes: int, solution: Solution) -> Candidate | None:

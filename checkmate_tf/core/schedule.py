@@ -39,6 +39,10 @@ class Schedule:
         """Node indices in order of execution: the row scan of R (Algorithm 1)."""
         return np.nonzero(self.R)[1]
 
+    def keeps_order(self, graph: Graph) -> bool:  # noqa: ARG002 - other schedules need it
+        """Whether nodes run for the first time in the graph's order: always."""
+        return True
+
     def cost(self, graph: Graph) -> float:
         """Sum of the costs of all computations."""
         return float(self.R.sum(axis=0) @ graph.cost)
@@ -70,8 +74,13 @@ class SequenceSchedule:
 
     def keeps_order(self, graph: Graph) -> bool:
         """Whether the first runs are in the graph's order, as those of every `Schedule` are."""
-        _, first = np.unique(self.nodes, return_index=True)
-        return len(first) == graph.n and bool(np.all(np.diff(first) > 0))
+        return np.array_equal(first_runs(self.nodes), np.arange(graph.n))
+
+
+def first_runs(sequence: Sequence[int]) -> np.ndarray:
+    """int64 (n,). The nodes of a sequence in the order in which they run for the first time."""
+    nodes = np.asarray(sequence, dtype=np.int64)
+    return nodes[np.sort(np.unique(nodes, return_index=True)[1])]
 
 
 def schedule_for_retained(graph: Graph, retained: np.ndarray) -> Schedule:
