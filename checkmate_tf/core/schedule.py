@@ -83,6 +83,25 @@ def first_runs(sequence: Sequence[int]) -> np.ndarray:
     return nodes[np.sort(np.unique(nodes, return_index=True)[1])]
 
 
+def retained_by_sequence(graph: Graph, sequence: Sequence[int]) -> np.ndarray:
+    """bool (n, n). S of a sequence that keeps the order: what it holds into the stage of each node's first run.
+
+    Raises:
+        GraphError: Nodes run for the first time in another order.
+    """
+    if not SequenceSchedule(np.array(sequence)).keeps_order(graph):
+        raise GraphError("only a sequence that keeps the graph's order has stages; this one runs nodes in another.")
+    S = np.zeros((graph.n, graph.n), dtype=bool)
+    made = np.zeros(graph.n, dtype=np.int64)  # stage of the latest run
+    stage = 0
+    for node in sequence:
+        for dep in graph.deps[node]:
+            S[made[dep] + 1 : stage + 1, dep] = True
+        made[node] = stage
+        stage += node == stage
+    return S
+
+
 def schedule_for_retained(graph: Graph, retained: np.ndarray) -> Schedule:
     """The schedule that holds what it needs of `retained` between stages, with the best R for that.
 

@@ -29,8 +29,8 @@ from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, node_blocks, 
 from checkmate_tf.solvers.starts import start_schedules
 
 _COST_STEPS = 1 << 30  # the store-all cost in CP-SAT's units
-
 _MOST_INTERVALS = 4
+_LARGEST = 2000  # nodes; starts may lie at about n^2 / 2 moments together
 
 
 class IntervalsSolver(Solver):
@@ -60,6 +60,9 @@ class IntervalsSolver(Solver):
         if self._evaluator.store_all.peak_bytes <= budget_bytes:
             recorder.raise_bound(self.graph.total_cost)
             return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of="checkmate")
+        if self.graph.n > _LARGEST:
+            clock.phase("too large")
+            return self._solution(recorder, clock)
         for most in range(self._most, max(self._most, _MOST_INTERVALS) + 1):
             program = _Program(self.graph, budget_bytes, most)
             program.hint(self._evaluator, recorder.best or self.pool.smallest())

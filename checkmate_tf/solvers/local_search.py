@@ -57,7 +57,7 @@ ALL_PASSES = (
 )
 _STALLED_PASSES = 18
 _MOVES_PER_NODE = 500  # in a pass
-_LEAST_MOVES, _MOST_MOVES = 2000, 400_000
+_LEAST_MOVES, _MOST_MOVES = 2000, 200_000
 
 
 class LocalSearchSolver(Solver):
@@ -110,11 +110,13 @@ class LocalSearchSolver(Solver):
                 return
             if one.from_best and annealing.best is not None:
                 annealing.start(annealing.best)
-            ended = annealing.run(moves, one.hot, one.weight, lambda: recorder.clock.left_s <= 0)
-            stalled += 1
-            if annealing.best_cost < best:
-                best, stalled = annealing.best_cost, 0
-                recorder.offer(sequenced(graph, annealing.best))
+            try:
+                ended = annealing.run(moves, one.hot, one.weight, lambda: recorder.clock.left_s <= 0)
+            finally:  # an interrupt loses nothing
+                stalled += 1
+                if annealing.best_cost < best:
+                    best, stalled = annealing.best_cost, 0
+                    recorder.offer(sequenced(graph, annealing.best))
             if not ended:
                 return
 
