@@ -298,7 +298,7 @@ class Planner:
     def _certified(self, candidate: Candidate, limit_s: float) -> Candidate:
         """The same plan with the solver's bound for all schedules with its peak."""
         order = next(order for order in self.orders if order.op_graph is candidate.op_graph)
-        options = Options(time_limit_s=limit_s)
+        options = Options(time_limit_s=limit_s, keep_order=True)
         return dataclasses.replace(candidate, solution=order.solver.solve(candidate.node_peak_bytes, options))
 
     def _simulated(self, op_graph: OpGraph, costs: Costs, ops: Sequence[int]) -> Candidate:
@@ -410,7 +410,13 @@ class _Search:
         return max(0, candidate.peak_bytes - self._planner.tensor_peak(candidate))
 
     def _solution(self, order: _Order, inner_bytes: int, limit_s: float, gap: float, seed: int) -> Solution:
-        options = Options(time_limit_s=limit_s, gap=gap, seed=seed, on_progress=self._on_progress)
+        options = Options(
+            time_limit_s=limit_s,
+            gap=gap,
+            seed=seed,
+            keep_order=True,  # side effects and what must wait for them are not edges of the graph
+            on_progress=self._on_progress,
+        )
         return order.solver.solve(inner_bytes, options)
 
     def _try(self, order: _Order, inner_bytes: int, solution: Solution) -> Candidate | None:

@@ -133,3 +133,24 @@ class Graph:
     def total_cost(self) -> float:
         """Cost of running every node once."""
         return float(self.cost.sum())
+
+
+def permuted(graph: Graph, order: Sequence[int]) -> Graph:
+    """The same graph with nodes renumbered so that node k is the former node order[k].
+
+    Raises:
+        GraphError: The order is not topological, or does not keep forward nodes first.
+    """
+    order = np.asarray(order, dtype=np.int64)
+    rank = np.empty(graph.n, dtype=np.int64)
+    rank[order] = np.arange(graph.n)
+    return Graph.build(
+        graph.cost[order],
+        graph.out_bytes[order],
+        [(int(rank[dep]), int(rank[node])) for node, deps in enumerate(graph.deps) for dep in deps],
+        names=[graph.names[node] for node in order],
+        workspace_bytes=graph.workspace_bytes[order],
+        is_gradient=graph.is_gradient[order],
+        recomputable=graph.recomputable[order],
+        fixed_bytes=graph.fixed_bytes,
+    )

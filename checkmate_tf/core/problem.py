@@ -7,7 +7,7 @@ import enum
 from collections.abc import Callable, Mapping
 
 from checkmate_tf.core.graph import Graph
-from checkmate_tf.core.schedule import Schedule
+from checkmate_tf.core.schedule import Schedule, SequenceSchedule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,6 +28,8 @@ class Options:
         seed: Same seed, same machine, no time limit hit: same schedule.
         workers: Threads or processes at most.
         hint: A schedule to start from, feasible or not.
+        keep_order: Nodes run for the first time in the graph's order. Off, strategies that can may
+            reorder.
         on_progress: Called with (seconds, cost or None, bound or None) at each improvement.
     """
 
@@ -35,7 +37,8 @@ class Options:
     gap: float = 1e-4
     seed: int = 0
     workers: int = 2
-    hint: Schedule | None = None
+    hint: Schedule | SequenceSchedule | None = None
+    keep_order: bool = False
     on_progress: Callable[[float, float | None, float | None], None] | None = None
 
 
@@ -58,9 +61,9 @@ class Solution:
         cost: Sum of costs of all computations of `schedule`, in the graph's unit.
         peak_bytes: Peak of `schedule` (fixed bytes included), as core.simulate counts it.
         bound: Proven lower bound on the cost of any schedule of the model `bound_of`; None if there is none.
-        bound_of: "checkmate" (any frontier-advancing schedule), "forward-once" (each forward node
-            once in the forward pass, gradient nodes once), or "forward-once, restricted" with what
-            else was restricted, or "" without a bound.
+        bound_of: "any order" (any sequence at all), "checkmate" (any frontier-advancing schedule),
+            "forward-once" (each forward node once in the forward pass, gradient nodes once), or one
+            of the last two, "restricted", with what else was restricted, or "" without a bound.
         strategy: Name in the registry.
         phases_s: Seconds per phase.
         history: (seconds, cost) of each incumbent.
@@ -68,7 +71,7 @@ class Solution:
     """
 
     status: Status
-    schedule: Schedule | None
+    schedule: Schedule | SequenceSchedule | None
     cost: float
     peak_bytes: int
     bound: float | None

@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from checkmate_tf.core.graph import Graph
-from checkmate_tf.core.schedule import Schedule, schedule_from_sequence
+from checkmate_tf.core.schedule import Schedule, SequenceSchedule, retained_by_sequence, schedule_from_sequence
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -222,6 +222,14 @@ class Evaluator:
             in_use -= sum(self._out[order[dead]] for dead in dying.get(step, ()))
         return node
 
-    def of_schedule(self, schedule: Schedule) -> StagedSchedule:
-        """A schedule given as matrices, with what it holds in vain dropped."""
-        return self.evaluate(node_blocks(self.graph.n), masks_from_rows(schedule.S))
+    def of_schedule(self, schedule: Schedule | SequenceSchedule) -> StagedSchedule:
+        """The cheapest schedule that holds between stages what this one does.
+
+        Raises:
+            GraphError: The schedule does not keep the graph's order.
+        """
+        if isinstance(schedule, SequenceSchedule):
+            retained = retained_by_sequence(self.graph, schedule.nodes.tolist())
+        else:
+            retained = schedule.S
+        return self.evaluate(node_blocks(self.graph.n), masks_from_rows(retained))
