@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "api": {"api", *LIBRARY},
     "": {"api", *LIBRARY},
     "sample_data": set(),
-    "commands": {"", "commands", "sample_data"},
+    "commands": {"", "commands", "core", "sample_data", "solvers"},
     "cli": {"cli", "commands"},
     "__main__": {"cli"},
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.schedule import Schedule
@@ -18,6 +20,40 @@ class Problem:
     budget_bytes: int
 
 
+class Stop:
+    """Asks a running search to end soon with the best that it has; from another thread."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._asked = False
+        self._actions: list[Callable[[], None]] = []
+
+    @property
+    def asked(self) -> bool:
+        """Whether the search should end."""
+        return self._asked
+
+    def ask(self) -> None:
+        """Ends the search and what it waits for."""
+        with self._lock:
+            self._asked = True
+            for action in self._actions:
+                action()
+
+    @contextlib.contextmanager
+    def calling(self, action: Callable[[], None]) -> Iterator[None]:
+        """Calls `action` when the search is to end while the context is open, or has to already."""
+        with self._lock:
+            self._actions.append(action)
+            if self._asked:
+                action()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._actions.remove(action)
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """How long and how hard to look.
@@ -29,6 +65,7 @@ class Options:
         workers: Threads or processes at most.
         hint: A schedule to start from, feasible or not.
         on_progress: Called with (seconds, cost or None, bound or None) at each improvement.
+        stop: Ends the search when it is asked to, as the time limit does.
     """
 
     time_limit_s: float = 60.0
@@ -37,6 +74,7 @@ class Options:
     workers: int = 2
     hint: Schedule | None = None
     on_progress: Callable[[float, float | None, float | None], None] | None = None
+    stop: Stop | None = None
 
 
 class Status(enum.Enum):
@@ -60,7 +98,8 @@ class Solution:
         bound: Proven lower bound on the cost of any schedule of the model `bound_of`; None if there is none.
         bound_of: "checkmate" (any frontier-advancing schedule), "forward-once" (each forward node
             once in the forward pass, gradient nodes once), or "forward-once, restricted" with what
-            else was restricted, or "" without a bound.
+            else was restricted; where the status is INFEASIBLE, the model proven to have no schedule;
+            else "".
         strategy: Name in the registry.
         phases_s: Seconds per phase.
         history: (seconds, cost) of each incumbent.

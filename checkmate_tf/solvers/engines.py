@@ -26,10 +26,12 @@ try:
     )
     from ortools.math_opt.core.python import solver as mathopt
     from ortools.sat.python import cp_model
+    from ortools.util.python.pybind_solve_interrupter import PySolveInterrupter
 finally:
     sys.setdlopenflags(_flags)
 
 __all__ = [
+    "PySolveInterrupter",
     "callback_pb2",
     "cp_model",
     "mathopt",

@@ -6,13 +6,16 @@ way and under a second when its protocol buffer is filled from arrays.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import enum
 
 import numpy as np
 
+from checkmate_tf.core.problem import Stop
 from checkmate_tf.solvers.engines import (
+    PySolveInterrupter,
     callback_pb2,
     mathopt,
     model_parameters_pb2,
@@ -228,21 +231,38 @@ class Session:
         if not self._session.update(update):
             raise RuntimeError(f"{self._engine.name} refused an update of bounds and costs.")
 
-    def solve(self, parameters: parameters_pb2.SolveParametersProto, basis: Basis | None = None) -> Answer:
-        """Runs the engine, from `basis` if given, else from the last one."""
+    def solve(
+        self,
+        parameters: parameters_pb2.SolveParametersProto,
+        basis: Basis | None = None,
+        stop: Stop | None = None,
+    ) -> Answer:
+        """Runs the engine, from `basis` if given, else from the last one, until `stop` is asked."""
         start = model_parameters_pb2.ModelSolveParametersProto()
         if basis is not None:
             _fill(start.initial_basis.variable_status, np.arange(len(basis.columns)), basis.columns)
             _fill(start.initial_basis.constraint_status, np.arange(len(basis.rows)), basis.rows)
-        result = self._session.solve(
-            parameters,
-            start,
-            None,
-            callback_pb2.CallbackRegistrationProto(),
-            None,
-            None,
-        )
+        with _interrupter(stop) as interrupter:
+            result = self._session.solve(
+                parameters,
+                start,
+                None,
+                callback_pb2.CallbackRegistrationProto(),
+                None,
+                interrupter,
+            )
         return _answer(result, self._size)
+
+
+@contextlib.contextmanager
+def _interrupter(stop: Stop | None):
+    """What ends GLOP when `stop` is asked, or None. SCIP cannot be ended that way; its limits are short."""
+    if stop is None:
+        yield None
+        return
+    interrupter = PySolveInterrupter()
+    with stop.calling(interrupter.interrupt):
+        yield interrupter
 
 
 def _answer(result: result_pb2.SolveResultProto, size: int) -> Answer:

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 
+from checkmate_tf.core.problem import Stop
 from checkmate_tf.solvers.linear import Basis, Engine, Outcome, Session, simplex_parameters
 from checkmate_tf.solvers.stage_model import StageModel
 
@@ -52,6 +53,7 @@ class Relaxation:
         *,
         cost: np.ndarray | None = None,
         fixed: tuple[np.ndarray, np.ndarray] | None = None,
+        stop: Stop | None = None,
     ) -> Relaxed:
         """Solves at a budget.
 
@@ -60,6 +62,7 @@ class Relaxation:
             time_limit_s: Seconds.
             cost: Objective (columns,) to use instead of the model's; then there is no bound.
             fixed: (columns, values) of decisions to fix; then there is no bound.
+            stop: Ends the solve when it is asked.
         """
         model = self.model
         lower, upper = self._lower, model.upper_bounds(budget_bytes)
@@ -73,7 +76,7 @@ class Relaxation:
                 objective = np.concatenate([model.cost if cost is None else cost, self._no_cost])
             self._plain = plain
             self._session.update(cost=objective, lower=lower, upper=upper)
-            answer = self._session.solve(simplex_parameters(time_limit_s, presolve=False), self._basis)
+            answer = self._session.solve(simplex_parameters(time_limit_s, presolve=False), self._basis, stop)
             self._basis = None
         if answer.outcome is not Outcome.OPTIMAL:
             outcome = answer.outcome if answer.outcome is Outcome.INFEASIBLE else Outcome.NOTHING

@@ -214,7 +214,8 @@ class Search:
             outside = np.nonzero(~self._window(position, count, 0.5))[0]
             fixed = (outside, x[outside])
         began = time.perf_counter()
-        relaxed = self._relaxation.solve(budget, min(_ROUND_LIMIT_S, self._clock.left_s), cost=cost, fixed=fixed)
+        limit_s = min(_ROUND_LIMIT_S, self._clock.left_s)
+        relaxed = self._relaxation.solve(budget, limit_s, cost=cost, fixed=fixed, stop=self._clock.stop)
         if noisy:
             self._noise_s = time.perf_counter() - began
         return relaxed.x
@@ -227,7 +228,8 @@ class Search:
         if not len(near.free):
             return _Round(kind, None, Outcome.INFEASIBLE, 0.0)
         limit = min(_ROUND_LIMIT_S, self._clock.left_s)
-        answer = solve_once(_ENGINE, near.program, mip_parameters(_ENGINE, limit, absolute_gap=1e-5), near.start)
+        parameters = mip_parameters(_ENGINE, limit, absolute_gap=1e-5)
+        answer = solve_once(_ENGINE, near.program, parameters, near.start)
         found = None
         if answer.x is not None:
             held = self._model.held_masks(near.decisions(answer.x))

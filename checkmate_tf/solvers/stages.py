@@ -83,7 +83,7 @@ class StagesSolver(Solver):
             recorder.raise_bound(self.graph.total_cost)
             return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of="checkmate")
         if budget_bytes < self._least_bytes:
-            return self._solution(recorder, clock, status=Status.INFEASIBLE)
+            return self._solution(recorder, clock, status=Status.INFEASIBLE, bound_of=self._models[0].model_name())
         restrictions, relaxed = self._relax(budget_bytes, clock)
         clock.phase("relax")
         if relaxed.x is None:
@@ -91,7 +91,8 @@ class StagesSolver(Solver):
             if not proven:
                 self._wide_search(budget_bytes, recorder, options).run(self.pool.front())
                 clock.phase("search")
-            return self._solution(recorder, clock, status=Status.INFEASIBLE if proven else None)
+            status = Status.INFEASIBLE if proven else None
+            return self._solution(recorder, clock, status=status, bound_of=restrictions.model_name())
         recorder.raise_bound(relaxed.bound)
         relaxation = self._relaxations[restrictions]
         self._round(relaxation, relaxed, budget_bytes, recorder, options)
@@ -162,7 +163,7 @@ class StagesSolver(Solver):
                 relaxed = Relaxed(Outcome.INFEASIBLE, None, float("-inf"))
                 continue
             relaxation = self._relaxation(restrictions, budget_bytes)
-            relaxed = relaxation.solve(budget_bytes, _RELAX_SHARE * clock.left_s)
+            relaxed = relaxation.solve(budget_bytes, _RELAX_SHARE * clock.left_s, stop=clock.stop)
             _LOG.debug("%s: %s, bound %s", restrictions, relaxed.outcome, relaxed.bound)
             if relaxed.outcome is not Outcome.INFEASIBLE:
                 break
@@ -198,7 +199,7 @@ class StagesSolver(Solver):
             best = recorder.best
             if recorder.gap() <= options.gap:
                 return
-            tighter = relaxation.solve(budget_bytes * (1 - eps), recorder.clock.left_s)
+            tighter = relaxation.solve(budget_bytes * (1 - eps), recorder.clock.left_s, stop=recorder.clock.stop)
             if tighter.x is None or (best is not None and tighter.bound >= best.cost):
                 return
             for schedule in round_relaxation(relaxation.model, self.evaluator, tighter.x):
