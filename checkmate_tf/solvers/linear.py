@@ -104,6 +104,19 @@ class SparseRows:
         return np.bincount(self.row, weights=self.value * x[self.column], minlength=self.num_rows)
 
 
+def stack_rows(parts: list[SparseRows], num_columns: int) -> SparseRows:
+    """All rows of `parts`, in order."""
+    offsets = np.cumsum([0] + [p.num_rows for p in parts])
+    return SparseRows(
+        np.concatenate([p.row + o for p, o in zip(parts, offsets[:-1], strict=True)]),
+        np.concatenate([p.column for p in parts]),
+        np.concatenate([p.value for p in parts]),
+        np.concatenate([p.lower for p in parts]),
+        np.concatenate([p.upper for p in parts]),
+        num_columns,
+    )
+
+
 class Engine(enum.Enum):
     """OR-Tools solvers used here, by MathOpt's numbers."""
 
@@ -218,8 +231,9 @@ class Session:
         cost: np.ndarray | None = None,
         lower: np.ndarray | None = None,
         upper: np.ndarray | None = None,
+        row_upper: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> None:
-        """Replaces the whole cost vector or the bounds of all columns."""
+        """Replaces the whole cost vector, the bounds of all columns, or upper bounds of (rows, values)."""
         update = model_update_pb2.ModelUpdateProto()
         ids = np.arange(self._size)
         if cost is not None:
@@ -228,6 +242,8 @@ class Session:
             _fill(update.variable_updates.lower_bounds, ids, lower)
         if upper is not None:
             _fill(update.variable_updates.upper_bounds, ids, upper)
+        if row_upper is not None:
+            _fill(update.linear_constraint_updates.upper_bounds, *row_upper)
         if not self._session.update(update):
             raise RuntimeError(f"{self._engine.name} refused an update of bounds and costs.")
 

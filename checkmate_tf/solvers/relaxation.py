@@ -44,6 +44,7 @@ class Relaxation:
         self._lower = np.concatenate([np.zeros(model.num_columns), np.full(model.num_places, -np.inf)])
         self._no_cost = np.zeros(model.num_places)
         self._plain = True
+        self._broken = np.zeros(model.cuts.num_rows)
         self._basis: Basis | None = model.hold_all_basis()
 
     def solve(
@@ -61,21 +62,27 @@ class Relaxation:
             budget_bytes: Of (5), fixed bytes of the graph included.
             time_limit_s: Seconds.
             cost: Objective (columns,) to use instead of the model's; then there is no bound.
-            fixed: (columns, values) of decisions to fix; then there is no bound.
+            fixed: (bool (columns,) to fix, decisions (columns,) to take the values from); then there is no bound,
+                and cuts that these decisions break do not hold.
             stop: Ends the solve when it is asked.
         """
         model = self.model
         lower, upper = self._lower, model.upper_bounds(budget_bytes)
+        broken = np.zeros(model.cuts.num_rows)
         if fixed is not None:
-            lower = lower.copy()
-            lower[fixed[0]] = upper[fixed[0]] = fixed[1]
+            lower, at = lower.copy(), np.nonzero(fixed[0])[0]
+            lower[at] = upper[at] = fixed[1][at]
+            broken = np.maximum(model.cuts.times(fixed[1]) - model.cuts.upper, 0.0)
         with self._lock:
             plain = cost is None
             objective = None
             if not plain or not self._plain:
                 objective = np.concatenate([model.cost if cost is None else cost, self._no_cost])
             self._plain = plain
-            self._session.update(cost=objective, lower=lower, upper=upper)
+            changed = np.nonzero(broken != self._broken)[0]
+            self._broken = broken
+            rows = changed + model.num_rows_before_cuts, (model.cuts.upper + broken)[changed]
+            self._session.update(cost=objective, lower=lower, upper=upper, row_upper=rows)
             answer = self._session.solve(simplex_parameters(time_limit_s, presolve=False), self._basis, stop)
             self._basis = None
         if answer.outcome is not Outcome.OPTIMAL:

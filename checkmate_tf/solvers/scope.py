@@ -19,6 +19,8 @@ class Restrictions:
         window: Recompute only within this many hops above what a stage's block reads; None: anywhere.
         merge: Gradient nodes that read no forward value share the stage before them.
         nostore: Never hold a value whose only user is a forward node with at most its bytes.
+        used_at_once: Recompute only what the stage uses, nothing just to hand it on. It holds for bounds and
+            guides; the search does not keep to it.
         forward_once: Recompute forward nodes in the backward pass only, gradient nodes never; off,
             every node has a stage and any node may be recomputed (Checkmate's own model).
     """
@@ -26,6 +28,7 @@ class Restrictions:
     window: int | None = None
     merge: bool = False
     nostore: bool = False
+    used_at_once: bool = False
     forward_once: bool = True
 
     def model_name(self) -> str:
@@ -34,6 +37,7 @@ class Restrictions:
         parts = [f"window {self.window}"] if self.window is not None else []
         parts += ["merged stages"] if self.merge else []
         parts += ["nostore"] if self.nostore else []
+        parts += ["used at once"] if self.used_at_once else []
         return f"{base}, restricted ({', '.join(parts)})" if parts else base
 
 

@@ -6,6 +6,7 @@ that model leaves out. Every schedule counts that was ever seen, whichever model
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 from collections.abc import Iterator
 
@@ -31,11 +32,11 @@ _LOG = logging.getLogger(__name__)
 _MODELS = (
     Restrictions(),
     Restrictions(window=20),
-    Restrictions(window=20, merge=True, nostore=True),
-    Restrictions(window=12, merge=True, nostore=True),
-    Restrictions(window=8, merge=True, nostore=True),
-    Restrictions(window=5, merge=True, nostore=True),
-    Restrictions(window=3, merge=True, nostore=True),
+    Restrictions(window=20, merge=True, nostore=True, used_at_once=True),
+    Restrictions(window=12, merge=True, nostore=True, used_at_once=True),
+    Restrictions(window=8, merge=True, nostore=True, used_at_once=True),
+    Restrictions(window=5, merge=True, nostore=True, used_at_once=True),
+    Restrictions(window=3, merge=True, nostore=True, used_at_once=True),
 )
 # Graphs without a backward pass: every node has a stage.
 _PER_NODE = (
@@ -48,8 +49,8 @@ _WIDE = (Restrictions(), Restrictions(window=20), Restrictions(window=10), Restr
 _FIRST_RESTRICTED = 2  # model to begin with at the earliest, as what is left out makes the relaxation tighter,
 _SMALL = 80  # unless the graph has at most so many nodes
 _RELAX_SHARE = 0.4  # of the time left, for one relaxation
-_SEARCH_SHARE = 0.7  # of the time limit, so that some is left to raise the bound
-_BOUND_LIMIT_S = 12.0
+_SEARCH_SHARE = 0.8  # of the time limit, unless rounds stop paying before; then one worker raises the bound
+_BOUNDED = 6000  # columns of a model that branch and bound says more about than its relaxation
 _BOUND_LEAST_S = 0.5
 _CLOSE = 5e-3  # a gap that is not worth raising the bound for
 _QUICK = 4000  # recomputable places (stage, node) of a model whose relaxation takes about a second
@@ -99,10 +100,11 @@ class StagesSolver(Solver):
         clock.phase("round")
         if recorder.gap() > options.gap:
             search = Search(relaxation.model, self.evaluator, relaxation, relaxed.x, budget_bytes, recorder, options)
-            inside = search.run(self.pool.front(), stop_s=_SEARCH_SHARE * options.time_limit_s)
+            bounded = relaxation.model.num_columns <= _BOUNDED
+            inside = search.run(self.pool.front(), stop_s=(_SEARCH_SHARE if bounded else 1.0) * options.time_limit_s)
             clock.phase("search")
-            if inside is not None and recorder.gap() > max(options.gap, _CLOSE):
-                self._raise_bound(relaxation.model, inside, budget_bytes, recorder)
+            if bounded and inside is not None and recorder.gap() > max(options.gap, _CLOSE):
+                self._close_gap(relaxation.model, search, inside, budget_bytes, recorder, options)
                 clock.phase("bound")
         proven = recorder.gap() <= 1e-6
         return self._solution(
@@ -176,9 +178,20 @@ class StagesSolver(Solver):
             self._relaxations[restrictions] = Relaxation(model, budget_bytes)
         return self._relaxations[restrictions]
 
+    def _close_gap(self, model, search: Search, inside: StagedSchedule, budget_bytes: int, recorder, options) -> None:
+        """Branch and bound beside the search, or after it where there is one worker."""
+        if options.workers < 2:
+            search.run((inside,))
+            self._raise_bound(model, inside, budget_bytes, recorder)
+            return
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            bounding = thread.submit(self._raise_bound, model, inside, budget_bytes, recorder)
+            search.run((inside,), workers=1)
+            bounding.result()
+
     def _raise_bound(self, model: StageModel, inside: StagedSchedule, budget_bytes: int, recorder: Recorder) -> None:
         """Branch and bound on the whole model, from its best schedule: mostly for the bound."""
-        limit = min(_BOUND_LIMIT_S, recorder.clock.left_s)
+        limit = recorder.clock.left_s
         if limit < _BOUND_LEAST_S or inside.peak_bytes > budget_bytes:
             return
         x = model.encode(inside)
