@@ -66,7 +66,7 @@ PLACES = {
 TYPES_ONLY = {("reporting", "matplotlib")}
 """What a part may name in annotations (under TYPE_CHECKING) although it must not import it."""
 
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "google": "protobuf"}
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "google": "protobuf", "pybind11_abseil": "ortools"}
 
 
 def part_of(path: Path) -> str:

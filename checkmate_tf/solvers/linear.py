@@ -10,12 +10,14 @@ import contextlib
 import dataclasses
 import datetime
 import enum
+import logging
 
 import numpy as np
 
 from checkmate_tf.core.problem import Stop
 from checkmate_tf.solvers.engines import (
     PySolveInterrupter,
+    StatusNotOk,
     callback_pb2,
     mathopt,
     model_parameters_pb2,
@@ -25,6 +27,8 @@ from checkmate_tf.solvers.engines import (
     result_pb2,
     solution_pb2,
 )
+
+_LOG = logging.getLogger(__name__)
 
 ONE = -1  # code of the constant 1 in place of a column index
 ZERO = -2  # code of the constant 0
@@ -259,14 +263,13 @@ class Session:
             _fill(start.initial_basis.variable_status, np.arange(len(basis.columns)), basis.columns)
             _fill(start.initial_basis.constraint_status, np.arange(len(basis.rows)), basis.rows)
         with _interrupter(stop) as interrupter:
-            result = self._session.solve(
-                parameters,
-                start,
-                None,
-                callback_pb2.CallbackRegistrationProto(),
-                None,
-                interrupter,
-            )
+            try:
+                result = self._session.solve(
+                    parameters, start, None, callback_pb2.CallbackRegistrationProto(), None, interrupter
+                )
+            except StatusNotOk as error:  # numerical trouble
+                _LOG.debug("%s failed: %s", self._engine.name, str(error)[:200])
+                return Answer(Outcome.NOTHING, None, float("inf"), float("-inf"), 0.0)
         return _answer(result, self._size)
 
 

@@ -35,16 +35,21 @@ class Relaxation:
 
     The dual simplex method starts from the basis of the last solve: another budget takes a few
     percent of the time of the first.
+
+    Attributes:
+        model: The model.
+        cut: Whether the model's cuts hold.
     """
 
     def __init__(self, model: StageModel, budget_bytes: float):
         self.model = model
+        self.cut = False
         self._lock = threading.Lock()
         self._session = Session(Engine.GLOP, model.linear_model(budget_bytes), relax=True)
         self._lower = np.concatenate([np.zeros(model.num_columns), np.full(model.num_places, -np.inf)])
         self._no_cost = np.zeros(model.num_places)
         self._plain = True
-        self._broken = np.zeros(model.cuts.num_rows)
+        self._cut_upper = model.cuts.upper
         self._basis: Basis | None = model.hold_all_basis()
 
     def solve(
@@ -68,20 +73,21 @@ class Relaxation:
         """
         model = self.model
         lower, upper = self._lower, model.upper_bounds(budget_bytes)
-        broken = np.zeros(model.cuts.num_rows)
+        # One more is no restriction. Bounds stay finite, so that the last basis stays one.
+        cut_upper = model.cuts.upper if self.cut else model.cuts.upper + 1.0
         if fixed is not None:
             lower, at = lower.copy(), np.nonzero(fixed[0])[0]
             lower[at] = upper[at] = fixed[1][at]
-            broken = np.maximum(model.cuts.times(fixed[1]) - model.cuts.upper, 0.0)
+            cut_upper = np.maximum(model.cuts.times(fixed[1]), cut_upper)
         with self._lock:
             plain = cost is None
             objective = None
             if not plain or not self._plain:
                 objective = np.concatenate([model.cost if cost is None else cost, self._no_cost])
             self._plain = plain
-            changed = np.nonzero(broken != self._broken)[0]
-            self._broken = broken
-            rows = changed + model.num_rows_before_cuts, (model.cuts.upper + broken)[changed]
+            changed = np.nonzero(cut_upper != self._cut_upper)[0]
+            self._cut_upper = cut_upper
+            rows = changed + model.num_rows_before_cuts, cut_upper[changed]
             self._session.update(cost=objective, lower=lower, upper=upper, row_upper=rows)
             answer = self._session.solve(simplex_parameters(time_limit_s, presolve=False), self._basis, stop)
             self._basis = None

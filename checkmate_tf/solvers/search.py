@@ -35,8 +35,8 @@ _ENGINE = Engine.SCIP  # CP-SAT needs ten times as long for these programs; HiGH
 _ROUND_LIMIT_S = 4.0
 _ROUND_SHARE = 0.12  # of the time limit
 _GAP, _ELASTIC_GAP = 1e-5, 1e-4  # of the store-all cost; while the budget is exceeded, of all bytes
-_STALLED_ROUNDS = 7
-_STALLED_ROUNDS_CLOSE = 4  # where the gap is below _CLOSE
+_STALLED_ROUNDS = 9
+_STALLED_ROUNDS_CLOSE = 7  # where the gap is below _CLOSE
 _CLOSE = 2e-3
 _PROGRESS = 5e-5  # of the cost; a round that gains less counts as stalled
 _GUIDED = "guided"
@@ -120,6 +120,7 @@ class Search:
         until_fits: bool = False,
         stop_s: float = math.inf,
         workers: int = 0,
+        patience: int = 1,
     ) -> StagedSchedule | None:
         """Searches until the gap is closed, time is up or rounds stop paying.
 
@@ -128,6 +129,7 @@ class Search:
             until_fits: Stop at the first schedule within the budget.
             stop_s: Seconds on the recorder's clock at which to stop once a schedule is within the budget.
             workers: Threads; 0 for what the options allow.
+            patience: How many times as many rounds may not pay before the search ends.
         """
         expressed = [s for s in map(self._express, candidates) if s is not None]
         if not expressed:
@@ -137,7 +139,7 @@ class Search:
         stalled, workers = 0, max(1, min(2, workers or self._options.workers))
         with concurrent.futures.ThreadPoolExecutor(workers) as threads:
             while not self._done(until_fits, stop_s) and self._clock.left_s > 0.05:
-                if stalled >= (_STALLED_ROUNDS_CLOSE if self._recorder.gap() < _CLOSE else _STALLED_ROUNDS):
+                if stalled >= patience * (_STALLED_ROUNDS_CLOSE if self._recorder.gap() < _CLOSE else _STALLED_ROUNDS):
                     break
                 stalled = 0 if self._round(threads, workers) else stalled + 1
         return self._current

@@ -104,8 +104,8 @@ class StageModel:
         """Per stage, the nodes that may be recomputed, as bit sets."""
         return masks_from_rows(self.scope.again)
 
-    def linear_model(self, budget_bytes: float) -> LinearModel:
-        """The whole program; columns V follow the decisions."""
+    def linear_model(self, budget_bytes: float, *, cut: bool = True) -> LinearModel:
+        """The whole program; columns V follow the decisions. Cuts are its last rows, unless they are left out."""
         columns, places = self.num_columns, self.num_places
         q = np.arange(places)
         in_use = SparseRows(
@@ -116,7 +116,7 @@ class StageModel:
             self.memory_constant,
             columns + places,
         )
-        rows = stack_rows([self.logic, in_use, self.cuts], columns + places).compressed()
+        rows = stack_rows([self.logic, in_use, *[self.cuts] * cut], columns + places).compressed()
         return LinearModel(
             rows,
             np.concatenate([self.cost, np.zeros(places)]),
