@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.schedule import Schedule, SequenceSchedule
@@ -16,6 +18,40 @@ class Problem:
 
     graph: Graph
     budget_bytes: int
+
+
+class Stop:
+    """Asks a running search to end soon with the best that it has; from another thread."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._asked = False
+        self._actions: list[Callable[[], None]] = []
+
+    @property
+    def asked(self) -> bool:
+        """Whether the search should end."""
+        return self._asked
+
+    def ask(self) -> None:
+        """Ends the search and what it waits for."""
+        with self._lock:
+            self._asked = True
+            for action in self._actions:
+                action()
+
+    @contextlib.contextmanager
+    def calling(self, action: Callable[[], None]) -> Iterator[None]:
+        """Calls `action` when the search is to end while the context is open, or has to already."""
+        with self._lock:
+            self._actions.append(action)
+            if self._asked:
+                action()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._actions.remove(action)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +67,7 @@ class Options:
         keep_order: Nodes run for the first time in the graph's order. Off, strategies that can may
             reorder.
         on_progress: Called with (seconds, cost or None, bound or None) at each improvement.
+        stop: Ends the search when it is asked to, as the time limit does.
     """
 
     time_limit_s: float = 60.0
@@ -40,6 +77,7 @@ class Options:
     hint: Schedule | SequenceSchedule | None = None
     keep_order: bool = False
     on_progress: Callable[[float, float | None, float | None], None] | None = None
+    stop: Stop | None = None
 
 
 class Status(enum.Enum):
@@ -63,7 +101,8 @@ class Solution:
         bound: Proven lower bound on the cost of any schedule of the model `bound_of`; None if there is none.
         bound_of: "any order" (any sequence at all), "checkmate" (any frontier-advancing schedule),
             "forward-once" (each forward node once in the forward pass, gradient nodes once), or one
-            of the last two, "restricted", with what else was restricted, or "" without a bound.
+            of the last two, "restricted", with what else was restricted; where the status is
+            INFEASIBLE, the model proven to have no schedule; else "".
         strategy: Name in the registry.
         phases_s: Seconds per phase.
         history: (seconds, cost) of each incumbent.

@@ -13,6 +13,7 @@ References:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -57,12 +58,13 @@ def node_blocks(n: int) -> tuple[tuple[int, int], ...]:
     return tuple((k, k + 1) for k in range(n))
 
 
-def gradient_blocks(graph: Graph, *, merge: bool) -> tuple[tuple[int, int], ...]:
+def gradient_blocks(graph: Graph, *, merge: bool, most: int | None = None) -> tuple[tuple[int, int], ...]:
     """The forward pass as one block, then one block per gradient node.
 
     Args:
         graph: With at least one forward node.
         merge: Gradient nodes that read no forward value join the block before them.
+        most: Gradient blocks that follow one another are then joined until there are at most so many.
     """
     first = graph.num_forward
     blocks = [(0, first)]
@@ -72,6 +74,9 @@ def gradient_blocks(graph: Graph, *, merge: bool) -> tuple[tuple[int, int], ...]
             blocks[-1] = (blocks[-1][0], k + 1)
         else:
             blocks.append((k, k + 1))
+    if most is not None and len(blocks) - 1 > most:
+        cuts = np.linspace(1, len(blocks), most + 1).round().astype(int)
+        blocks[1:] = [(blocks[a][0], blocks[b - 1][1]) for a, b in itertools.pairwise(cuts)]
     return tuple(blocks)
 
 
