@@ -44,7 +44,7 @@ class ExtractedStep:
 def extract(traced: TracedStep) -> ExtractedStep:
     """Imports the simplified graph and describes it as an OpGraph."""
     graph = wrap_function.wrap_function(lambda: tf.graph_util.import_graph_def(traced.graph_def, name=""), []).graph
-    ops = _original_order(graph.get_operations(), traced.function.graph)
+    ops = _original_order(graph.get_operations(), traced)
     number = {op.name: k for k, op in enumerate(ops)}
     tensors = [t for op in ops for t in op.outputs]
     tensor_number = {t.name: k for k, t in enumerate(tensors)}
@@ -76,13 +76,14 @@ def extract(traced: TracedStep) -> ExtractedStep:
     return ExtractedStep(traced, graph, op_graph, unsized)
 
 
-def _original_order(ops: Sequence[tf.Operation], original: tf.Graph) -> list[tf.Operation]:
+def _original_order(ops: Sequence[tf.Operation], traced: TracedStep) -> list[tf.Operation]:
     """Ops by creation in the traced step; an op that Grappler made goes right behind what it depends on.
 
     Import order is topological but not creation order, and only creation order has the whole
     forward pass before the backward pass.
     """
-    created = {op.name: k for k, op in enumerate(original.get_operations())}
+    created = {op.name: k for k, op in enumerate(traced.function.graph.get_operations())}
+    created |= {name: created[other] for name, other in traced.stands_in.items()}
     place: dict[str, tuple[float, int]] = {}
     for k, op in enumerate(ops):
         before = [place[d.name][0] for d in _dependencies(op)]

@@ -1,0 +1,13 @@
+"""Which rules each value of `implementations=` stands for, in the order in which they are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from checkmate_tf.lowering.implementations.batch_norm import BATCH_NORM
+from checkmate_tf.lowering.implementations.rule import Rule
+
+RULES: Mapping[str, tuple[Rule, ...]] = {
+    "exact": (),
+    "fused": (BATCH_NORM,),
+}
