@@ -11,6 +11,7 @@ import tensorflow as tf
 from tensorflow.python.eager import wrap_function
 
 from checkmate_tf.core.opgraph import OpGraph
+from checkmate_tf.lowering import device
 from checkmate_tf.lowering.trace import TracedStep
 
 # Ops whose outputs are their inputs' storage under another name.
@@ -20,6 +21,9 @@ _ALIASES = frozenset(
 # Ops whose outputs live longer than the step: the batch, variables, the kernel's own constant.
 _PERSISTENT = frozenset({"Placeholder", "ReadVariableOp", "Const"})
 _NO_STORAGE = frozenset({tf.resource, tf.variant, tf.string})
+# Elements of the last output, which TensorFlow knows only when the op runs on a CPU: with a ReLU, oneDNN keeps a bit
+# per element of the first, and TensorFlow a number per byte of that.
+_RESERVED = {"FusedBatchNormV3": lambda _: 0, "_FusedBatchNormEx": lambda elements: -(-elements // 8)}
 _EMPTY_LISTS = frozenset({"EmptyTensorList", "TensorListReserve"})
 _READS_ONLY = frozenset({"ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
 
@@ -44,6 +48,10 @@ class ExtractedStep:
 def extract(traced: TracedStep) -> ExtractedStep:
     """Imports the simplified graph and describes it as an OpGraph."""
     graph = wrap_function.wrap_function(lambda: tf.graph_util.import_graph_def(traced.graph_def, name=""), []).graph
+    on_cpu = "CPU" in device.name_of(traced.function.variables)
+    for op in graph.get_operations():
+        if op.type in _RESERVED and on_cpu:
+            op.outputs[-1].set_shape([_RESERVED[op.type](op.outputs[0].shape.num_elements())])
     ops = _original_order(graph.get_operations(), traced)
     number = {op.name: k for k, op in enumerate(ops)}
     tensors = [t for op in ops for t in op.outputs]

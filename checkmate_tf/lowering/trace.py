@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.core.framework import graph_pb2
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config_pb2
 from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.training import saver
@@ -117,14 +117,3 @@ def _keep_read_shapes(graph_def: graph_pb2.GraphDef, original: tf.Graph) -> None
             del node.attr["_output_shapes"].list.shape[:]
             for tensor in op.outputs:
                 node.attr["_output_shapes"].list.shape.add().CopyFrom(tensor.shape.as_proto())
-        elif node.op == "FusedBatchNormV3":
-            _declare_reserved_space(node)
-
-
-def _declare_reserved_space(node: node_def_pb2.NodeDef) -> None:
-    """Says that the last output is empty, as it is on a CPU; TensorFlow knows its shape only when it runs."""
-    shapes = node.attr["_output_shapes"].list.shape
-    del shapes[:]
-    for _ in range(5):
-        shapes.add(unknown_rank=True)
-    shapes.add().dim.add(size=0)

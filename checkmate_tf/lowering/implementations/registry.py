@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from checkmate_tf.lowering.implementations.batch_norm import BATCH_NORM
+from checkmate_tf.lowering.implementations.gelu import GELU
+from checkmate_tf.lowering.implementations.layer_norm import LAYER_NORM
+from checkmate_tf.lowering.implementations.padding import (
+    PADDED_CONVOLUTION,
+    PADDED_DEPTHWISE_CONVOLUTION,
+    PADDED_MAX_POOLING,
+)
 from checkmate_tf.lowering.implementations.rule import Rule
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "exact": (),
-    "fused": (BATCH_NORM,),
+    "fused": (
+        BATCH_NORM,
+        LAYER_NORM,
+        GELU,
+        PADDED_CONVOLUTION,
+        PADDED_DEPTHWISE_CONVOLUTION,
+        PADDED_MAX_POOLING,
+    ),
 }

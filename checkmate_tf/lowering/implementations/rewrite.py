@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
+from checkmate_tf.lowering.implementations.edits import Edit, edited, possible
 from checkmate_tf.lowering.implementations.matching import Match, Matcher
 from checkmate_tf.lowering.implementations.rule import Rule, Site, Variant
 from checkmate_tf.lowering.implementations.template import Template, traced
@@ -59,17 +60,17 @@ def rewrite(graph: tf.Graph, kept: Iterable[str], rules: Sequence[Rule], *, on_c
         on_cpu: Whether the step runs on a CPU.
     """
     graph_def = graph.as_graph_def()
-    specs = {(op.name, k): tf.TensorSpec(t.shape, t.dtype) for op in graph.get_operations() for k, t in _outputs(op)}
+    specs = {
+        (op.name, k): tf.TensorSpec(tensor.shape, tensor.dtype)
+        for op in graph.get_operations()
+        for k, tensor in enumerate(op.outputs)
+    }
     work = _Pass(list(graph_def.node), specs, set(kept), on_cpu)
     for rule in rules:
         work.apply(rule)
     del graph_def.node[:]
     graph_def.node.extend(work.nodes)
     return Rewritten(graph_def, work.stands_in, tuple(work.fired))
-
-
-def _outputs(op: tf.Operation):
-    return enumerate(op.outputs)
 
 
 class _Pass:
@@ -88,31 +89,25 @@ class _Pass:
     def apply(self, rule: Rule) -> None:
         """Applies a rule wherever its pattern is found."""
         view = GraphView(self.nodes, self._specs, self._kept)
-        matchers: dict[Variant, Matcher] = {}
-        templates: dict = {}
-        edits = _Edits()
+        search = _Search(rule, view)
+        found = []
         for name in [node.name for node in self.nodes if node.op == rule.anchor]:
-            for variant in rule.variants(_site(view, name, self._on_cpu)):
-                if variant not in matchers:
-                    matchers[variant] = Matcher(traced(rule.pattern, variant))
-                match = matchers[variant].find(view, name)
-                if match is None:
-                    continue
-                constants = {part: view.constant(match.inputs[part]) for part in variant.constants}
-                if all(value is not None for value in constants.values()) and _is_self_contained(view, match):
-                    key = (variant, tuple((part, value.tobytes()) for part, value in constants.items()))
-                    if key not in templates:
-                        templates[key] = traced(rule.replacement, variant, constants)
-                    self._replace(view, rule, name, match, templates[key], edits)
-                break
-        if edits.new:
-            self.nodes = edits.applied(self.nodes)
+            match, template = search.find(Site(view, name, self._on_cpu)) or (None, None)
+            if match is not None:
+                found.append((name, match, template, self._edit(view, rule, match, template)))
+        edits = [edit for *_, edit in found]
+        kept = possible(self.nodes, edits) if edits else []
+        for k in kept:
+            name, match, template, _ = found[k]
+            made = sum(_made_bytes(view.nodes[node].op, view.output_specs(node)) for node in match.inside)
+            makes = sum(_made_bytes(node.node_def.op, node.outputs) for node in template.nodes)
+            self.fired.append(Fired(rule.name, name, made - makes))
+        if kept:
+            self.nodes = edited(self.nodes, [edits[k] for k in kept])
             self._prune()
 
-    def _replace(
-        self, view: GraphView, rule: Rule, where: str, match: Match, template: Template, edits: _Edits
-    ) -> None:
-        """Books the new nodes of one match, and who is to read them."""
+    def _edit(self, view: GraphView, rule: Rule, match: Match, template: Template) -> Edit:
+        """The new nodes of one match, and who is to read them."""
         origins = self._origins(match, template)
         names = [
             f"{origins[k]}/{rule.name}/{node.node_def.name.replace('/', '_')}" for k, node in enumerate(template.nodes)
@@ -121,23 +116,23 @@ class _Pass:
         def tensor(ref) -> Tensor:
             return match.inputs[ref.name] if ref.node is None else (names[ref.node], ref.index)
 
+        new = []
         for k, node in enumerate(template.nodes):
-            new = node_def_pb2.NodeDef()
-            new.CopyFrom(node.node_def)
-            new.name, new.device = names[k], view.nodes[where].device
-            del new.input[:]
-            new.input.extend(written(tensor(ref)) for ref in node.reads)
-            edits.new.append(new)
+            made = node_def_pb2.NodeDef()
+            made.CopyFrom(node.node_def)
+            made.name, made.device = names[k], view.nodes[origins[k]].device
+            del made.input[:]
+            made.input.extend(written(tensor(ref)) for ref in node.reads)
+            made.input.extend(f"^{tensor(ref)[0]}" for ref in node.waits)
+            new.append(made)
             self.stands_in[names[k]] = self.stands_in.get(origins[k], origins[k])
             self._specs.update({(names[k], i): spec for i, spec in enumerate(node.outputs)})
-        for part, ref in template.outputs.items():
-            if part in match.terms:
-                edits.sums[match.outputs[part][0]].append((match.terms[part], tensor(ref)))
-            else:
-                edits.moved[match.outputs[part]] = tensor(ref)
-        made = sum(_made_bytes(view.nodes[name].op, view.output_specs(name)) for name in match.inside)
-        makes = sum(_made_bytes(node.node_def.op, node.outputs) for node in template.nodes)
-        self.fired.append(Fired(rule.name, where, made - makes))
+        refs = template.outputs.items()
+        return Edit(
+            tuple(new),
+            {match.outputs[part]: tensor(ref) for part, ref in refs if part not in match.terms},
+            {match.outputs[part][0]: (match.terms[part], tensor(ref)) for part, ref in refs if part in match.terms},
+        )
 
     def _origins(self, match: Match, template: Template) -> list[str]:
         """For each new node, the node whose place it takes: the first made of those that give the outputs it serves.
@@ -176,67 +171,39 @@ class _Pass:
         self.nodes = [node for node in self.nodes if node.name in alive]
 
 
-class _Edits:
-    """Changes to a graph that are made at once.
+class _Search:
+    """Looks for the variants of a rule. Those found most often before are tried first: tracing takes time."""
 
-    Attributes:
-        new: Nodes to add.
-        moved: Tensor -> the tensor to read instead.
-        sums: Name of an AddN -> (terms to leave out, term to add instead).
-    """
+    def __init__(self, rule: Rule, view: GraphView):
+        self._rule = rule
+        self._view = view
+        self._matchers: dict[Variant, Matcher] = {}
+        self._replacements: dict = {}
+        self._found: collections.Counter = collections.Counter()
 
-    def __init__(self):
-        self.new: list[node_def_pb2.NodeDef] = []
-        self.moved: dict[Tensor, Tensor] = {}
-        self.sums: dict[str, list[tuple[tuple[Tensor, ...], Tensor]]] = collections.defaultdict(list)
+    def find(self, site: Site) -> tuple[Match, Template] | None:
+        """Where a variant was found, and what replaces it."""
+        for variant in sorted(self._rule.variants(site), key=lambda v: -self._found[_form(v)]):
+            if variant not in self._matchers:
+                self._matchers[variant] = Matcher(traced(self._rule.pattern, variant))
+            match = self._matchers[variant].find(self._view, site.name)
+            if match is not None and _is_self_contained(self._view, match):
+                constants = {part: self._view.constant(match.inputs[part]) for part in variant.constants}
+                if all(value is not None for value in constants.values()):
+                    self._found[_form(variant)] += 1
+                    return match, self._replacement(variant, constants)
+        return None
 
-    def applied(self, nodes: Iterable[node_def_pb2.NodeDef]) -> list[node_def_pb2.NodeDef]:
-        """The nodes after the changes."""
-        changed = [_copy(node) for node in nodes]
-        for node in changed:
-            if node.name in self.sums:
-                self._shorten(node)
-        changed += self.new
-        for node in changed:
-            for k, text in enumerate(node.input):
-                if not text.startswith("^"):
-                    node.input[k] = written(self._final(parsed(text)))
-        return changed
-
-    def _shorten(self, node: node_def_pb2.NodeDef) -> None:
-        """Replaces terms of a sum; a sum of one term is that term."""
-        terms = [parsed(text) for text in node.input]
-        for left_out, added in self.sums[node.name]:
-            for term in left_out:
-                terms.remove(term)
-            terms.append(added)
-        del node.input[:]
-        node.input.extend(written(term) for term in terms)
-        node.attr["N"].i = len(terms)
-        if len(terms) == 1:
-            self.moved[node.name, 0] = terms[0]
-
-    def _final(self, tensor: Tensor) -> Tensor:
-        while tensor in self.moved:
-            tensor = self.moved[tensor]
-        return tensor
+    def _replacement(self, variant: Variant, constants: Mapping) -> Template:
+        key = (variant, tuple((part, value.tobytes()) for part, value in constants.items()))
+        if key not in self._replacements:
+            self._replacements[key] = traced(self._rule.replacement, variant, constants)
+        return self._replacements[key]
 
 
-def _copy(node: node_def_pb2.NodeDef) -> node_def_pb2.NodeDef:
-    copy = node_def_pb2.NodeDef()
-    copy.CopyFrom(node)
-    return copy
-
-
-def _site(view: GraphView, name: str, on_cpu: bool) -> Site:
-    reads = view.reads[name]
-    return Site(
-        view.nodes[name],
-        tuple(view.specs[tensor] for tensor in reads),
-        view.output_specs(name),
-        {k: value for k, tensor in enumerate(reads) if (value := view.constant(tensor)) is not None},
-        on_cpu,
-    )
+def _form(variant: Variant):
+    """What variants at different shapes have in common."""
+    return tuple(name for name, _ in variant.inputs), variant.settings
 
 
 def _is_self_contained(view: GraphView, match: Match) -> bool:

@@ -3,29 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2
+
+from checkmate_tf.lowering.implementations.view import GraphView
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """An op at which a rule may apply.
+    """An op at which a rule may apply, and what is known around it.
 
     Attributes:
-        node: The op.
-        inputs: What it reads, without values.
-        outputs: What it makes, likewise.
-        constants: Values of those inputs that are constants, by position.
+        view: The graph.
+        name: Name of the op.
         on_cpu: Whether the step runs on a CPU.
     """
 
-    node: node_def_pb2.NodeDef
-    inputs: tuple[tf.TensorSpec, ...]
-    outputs: tuple[tf.TensorSpec, ...]
-    constants: Mapping[int, object]
+    view: GraphView
+    name: str
     on_cpu: bool
+
+    @property
+    def node(self) -> node_def_pb2.NodeDef:
+        """The op."""
+        return self.view.nodes[self.name]
+
+    @property
+    def inputs(self) -> tuple[tf.TensorSpec, ...]:
+        """Shapes and dtypes of what it reads."""
+        return tuple(self.view.specs[tensor] for tensor in self.view.reads[self.name])
+
+    @property
+    def outputs(self) -> tuple[tf.TensorSpec, ...]:
+        """Shapes and dtypes of what it makes."""
+        return self.view.output_specs(self.name)
+
+    def ints(self, attribute: str) -> tuple[int, ...]:
+        """A list attribute of the op; empty where it has none of that name."""
+        return tuple(self.node.attr[attribute].list.i) if attribute in self.node.attr else ()
+
+    def text(self, attribute: str) -> str:
+        """A text attribute of the op; empty where it has none of that name."""
+        return self.node.attr[attribute].s.decode() if attribute in self.node.attr else ""
+
+    def constant(self, position: int) -> np.ndarray | None:
+        """The value of an input, where it is a constant."""
+        return self.view.constant(self.view.reads[self.name][position])
+
+    def producer(self, position: int) -> Site:
+        """The op that makes an input."""
+        return Site(self.view, self.view.reads[self.name][position][0], self.on_cpu)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +88,7 @@ class Rule:
         tolerance: Largest error of float32 results against the pattern in float64, relative to the largest
             element of each result.
         anchor: Type of the op at which a search starts; the pattern has one that is reached first.
-        variants: The forms to look for at a site, the most specific first; none where a precondition fails.
+        variants: The forms to look for at a site; none where a precondition fails.
         pattern: What is looked for.
         replacement: What is put in its place.
     """

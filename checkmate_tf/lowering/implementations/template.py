@@ -29,12 +29,14 @@ class TemplateNode:
     Attributes:
         node_def: Type, name and attributes.
         reads: Its data inputs.
+        waits: Its control inputs. A pattern's do not matter.
         outputs: Shapes and dtypes of what it makes.
         value: The value of a constant.
     """
 
     node_def: node_def_pb2.NodeDef
     reads: tuple[Ref, ...]
+    waits: tuple[Ref, ...]
     outputs: tuple[tf.TensorSpec, ...]
     value: np.ndarray | None
 
@@ -45,7 +47,7 @@ class Template:
 
     Attributes:
         inputs: Name -> shape and dtype.
-        nodes: The ops that its outputs depend on, in topological order. Control edges are left out.
+        nodes: The ops that its outputs depend on, in topological order.
         outputs: Name -> where it comes from.
     """
 
@@ -72,23 +74,23 @@ def traced(function: Callable, variant: Variant, constants: Mapping[str, np.ndar
     order = _reached([tensor.op for tensor in results.values()])
     number = {op.name: k for k, op in enumerate(op for op in order if op.name not in names)}
 
-    def ref(tensor) -> Ref:
-        name = names.get(tensor.op.name)
-        return Ref(None, name=name) if name else Ref(number[tensor.op.name], tensor.value_index)
+    def ref(op, index: int = 0) -> Ref:
+        return Ref(None, name=names[op.name]) if op.name in names else Ref(number[op.name], index)
 
     return Template(
         inputs,
         tuple(
             TemplateNode(
                 op.node_def,
-                tuple(ref(t) for t in op.inputs),
+                tuple(ref(t.op, t.value_index) for t in op.inputs),
+                tuple(ref(before) for before in op.control_inputs if before.name in number or before.name in names),
                 tuple(tf.TensorSpec(t.shape, t.dtype) for t in op.outputs),
                 tf.make_ndarray(op.node_def.attr["value"].tensor) if op.type == "Const" else None,
             )
             for op in order
             if op.name not in names
         ),
-        {name: ref(tensor) for name, tensor in results.items()},
+        {name: ref(tensor.op, tensor.value_index) for name, tensor in results.items()},
     )
 
 
