@@ -7,11 +7,7 @@ from collections.abc import Mapping
 from checkmate_tf.lowering.implementations.batch_norm import BATCH_NORM
 from checkmate_tf.lowering.implementations.gelu import GELU
 from checkmate_tf.lowering.implementations.layer_norm import LAYER_NORM
-from checkmate_tf.lowering.implementations.padding import (
-    PADDED_CONVOLUTION,
-    PADDED_DEPTHWISE_CONVOLUTION,
-    PADDED_MAX_POOLING,
-)
+from checkmate_tf.lowering.implementations.padding import PADDED_CONVOLUTION, PADDED_DEPTHWISE_CONVOLUTION
 from checkmate_tf.lowering.implementations.rule import Rule
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
@@ -22,6 +18,5 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         GELU,
         PADDED_CONVOLUTION,
         PADDED_DEPTHWISE_CONVOLUTION,
-        PADDED_MAX_POOLING,
     ),
 }
