@@ -186,6 +186,7 @@ def minimum_budget(
     model: keras.Model,
     input_spec,
     *,
+    implementations: str = "exact",
     cache_dir: str | os.PathLike | None = None,
     verbose: bool | str = "auto",
 ) -> MinimumBudget:
@@ -194,13 +195,14 @@ def minimum_budget(
     Args:
         model: Compiled, with an optimizer.
         input_spec: (x, y) or (x, y, sample_weight) as (nested) tf.TensorSpec with every dimension.
+        implementations: As for `compile`.
         cache_dir: Folder for measured ops; by default in the user's cache folder.
         verbose: Whether to show progress; "auto": on a terminal.
 
     Raises:
         ModelError, OptionError: An argument means nothing; the message says what to do.
     """
-    settings = _settings(1, "auto", 60.0, "exact", "profile", cache_dir, verbose)
+    settings = _settings(1, "auto", 60.0, implementations, "profile", cache_dir, verbose)
     phases_s: dict[str, float] = {}
     least = train_step.minimum(model, settings, input_spec, phases_s)
     return MinimumBudget(least.peak_bytes, least.bottleneck, least.overhead, phases_s)

@@ -7,8 +7,7 @@
 Each case runs in a process of its own, in which blocks of plain and of planned steps alternate; the
 first step of a block is not measured. Peaks are the allocator's own, everything on the device
 included. Budgets are fractions of the plain step's measured peak, or "min": the smallest budget that
-`checkmate_tf.minimum_budget` names for the ops as they are, or "all": twice the plain peak, with which nothing
-is recomputed.
+`checkmate_tf.minimum_budget` names, or "all": twice the plain peak, with which nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -110,7 +109,9 @@ def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float, imp
         plain_peak = max(plain.peaks[1:])
         for budget in budgets:
             if budget == "min":
-                budget_bytes = checkmate_tf.minimum_budget(model, spec, cache_dir=cache_dir).budget_bytes
+                budget_bytes = checkmate_tf.minimum_budget(
+                    model, spec, implementations=implementations, cache_dir=cache_dir
+                ).budget_bytes
             else:
                 budget_bytes = int((2.0 if budget == "all" else float(budget)) * plain_peak)
             start = time.perf_counter()

@@ -8,6 +8,7 @@ from checkmate_tf.lowering.implementations.batch_norm import BATCH_NORM
 from checkmate_tf.lowering.implementations.gelu import GELU
 from checkmate_tf.lowering.implementations.layer_norm import LAYER_NORM
 from checkmate_tf.lowering.implementations.padding import PADDED_CONVOLUTION, PADDED_DEPTHWISE_CONVOLUTION
+from checkmate_tf.lowering.implementations.pointwise import POINTWISE_FILTER_GRADIENT
 from checkmate_tf.lowering.implementations.rule import Rule
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
@@ -18,5 +19,6 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         GELU,
         PADDED_CONVOLUTION,
         PADDED_DEPTHWISE_CONVOLUTION,
+        POINTWISE_FILTER_GRADIENT,
     ),
 }
