@@ -15,6 +15,7 @@ from checkmate_tf.errors import ModelError, OptionError
 from checkmate_tf.keras import train_step
 from checkmate_tf.keras.custom_step import PlannedFunction
 from checkmate_tf.lowering import rehearse
+from checkmate_tf.lowering.implementations.registry import RULES
 from checkmate_tf.pipeline import Settings
 from checkmate_tf.progress import progress
 from checkmate_tf.reporting import Report
@@ -47,7 +48,9 @@ def compile(
             with every dimension.
         strategy: One of `strategies()`.
         time_limit_s: Seconds to search for a schedule.
-        implementations: "exact": the ops that the model uses, unchanged.
+        implementations: "exact": the ops that the model uses, unchanged. "fused": where TensorFlow has a leaner
+            equivalent of several ops together (batch norm, ...), that; the results then differ from the
+            unmodified step's by rounding. `report` says where.
         cost_model: "profile": each distinct op is measured on the device.
         cache_dir: Folder for measured ops; by default in the user's cache folder.
         verbose: Whether to show progress; "auto": on a terminal.
@@ -95,7 +98,7 @@ def function(
             with every dimension.
         strategy: As for `compile`; likewise all that follow.
         time_limit_s: Seconds to search for a schedule.
-        implementations: "exact".
+        implementations: "exact" or "fused".
         cost_model: "profile".
         cache_dir: Folder for measured ops.
         verbose: Whether to show progress.
@@ -183,6 +186,7 @@ def minimum_budget(
     model: keras.Model,
     input_spec,
     *,
+    implementations: str = "exact",
     cache_dir: str | os.PathLike | None = None,
     verbose: bool | str = "auto",
 ) -> MinimumBudget:
@@ -191,13 +195,14 @@ def minimum_budget(
     Args:
         model: Compiled, with an optimizer.
         input_spec: (x, y) or (x, y, sample_weight) as (nested) tf.TensorSpec with every dimension.
+        implementations: As for `compile`.
         cache_dir: Folder for measured ops; by default in the user's cache folder.
         verbose: Whether to show progress; "auto": on a terminal.
 
     Raises:
         ModelError, OptionError: An argument means nothing; the message says what to do.
     """
-    settings = _settings(1, "auto", 60.0, "exact", "profile", cache_dir, verbose)
+    settings = _settings(1, "auto", 60.0, implementations, "profile", cache_dir, verbose)
     phases_s: dict[str, float] = {}
     least = train_step.minimum(model, settings, input_spec, phases_s)
     return MinimumBudget(least.peak_bytes, least.bottleneck, least.overhead, phases_s)
@@ -218,8 +223,8 @@ def _settings(budget, strategy, time_limit_s, implementations, cost_model, cache
         raise OptionError(f"strategy must be one of {', '.join(solvers.names())}; got {strategy!r}.")
     if isinstance(time_limit_s, bool) or not isinstance(time_limit_s, (int, float)) or not time_limit_s > 0:
         raise OptionError(f"time_limit_s must be a positive number of seconds; got {time_limit_s!r}.")
-    if implementations != "exact":
-        raise OptionError(f'implementations must be "exact"; got {implementations!r}.')
+    if implementations not in RULES:
+        raise OptionError(f"implementations must be one of {', '.join(RULES)}; got {implementations!r}.")
     if cost_model != "profile":
         raise OptionError(f'cost_model must be "profile"; got {cost_model!r}.')
     parse(budget, plain_peak_bytes=1 << 60, device_bytes=1 << 60)  # only to refuse what no budget looks like
@@ -227,6 +232,7 @@ def _settings(budget, strategy, time_limit_s, implementations, cost_model, cache
         budget=budget,
         strategy=strategy,
         time_limit_s=min(float(time_limit_s), 1e9) if math.isfinite(time_limit_s) else 1e9,
+        implementations=implementations,
         cache_dir=_folder(cache_dir),
         on_progress=progress(verbose),
     )

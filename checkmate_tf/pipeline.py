@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 import time
@@ -18,11 +19,12 @@ from checkmate_tf.errors import ModelError
 from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering.arena import make_room
 from checkmate_tf.lowering.extract import extract
+from checkmate_tf.lowering.implementations.registry import RULES
 from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 from checkmate_tf.lowering.trace import TracedStep, trace
 from checkmate_tf.planner import Candidate, Planner
-from checkmate_tf.reporting import Report, ScheduleRow
+from checkmate_tf.reporting import ImplementationRow, Report, ScheduleRow
 
 _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
 
@@ -36,6 +38,7 @@ class Settings:
     budget: budgets.Budget
     strategy: str = "auto"
     time_limit_s: float = 60.0
+    implementations: str = "exact"
     cache_dir: str | None = None
     on_progress: Callable[[str, float], None] | None = None
 
@@ -56,9 +59,13 @@ class ProfiledStep:
 
     def __init__(self, step: Callable, spec, settings: Settings):
         self._settings = settings
+        self._unmodified = functools.partial(
+            ProfiledStep, step, spec, dataclasses.replace(settings, implementations="exact")
+        )
+        self._plain_peak_bytes: int | None = None
         self.phases_s: dict[str, float] = {}
         with self._phase("trace"):
-            self.traced: TracedStep = trace(step, spec)
+            self.traced: TracedStep = trace(step, spec, rules=RULES[settings.implementations])
             extracted = extract(self.traced)
         if not any(t.startswith("Assign") or t.startswith("ResourceApply") for t in extracted.op_graph.types):
             raise ModelError("the training step updates no variable; there is nothing to plan.")
@@ -89,6 +96,7 @@ class ProfiledStep:
             allocator_peak=lambda memory, disturbance: devices.allocator_peak(
                 memory, self.device, [batch_bytes] * disturbance
             ),
+            uncounted_below_bytes=devices.uncounted_below_bytes(self.device),
             strategy=settings.strategy,
         )
 
@@ -110,7 +118,12 @@ class ProfiledStep:
 
     def plain_peak_bytes(self) -> int:
         """Predicted allocator peak of the unmodified step: ops run as they become ready."""
-        return self.planner.unordered().peak_bytes
+        if self._plain_peak_bytes is None:
+            modified = bool(self.traced.fired)
+            self._plain_peak_bytes = (
+                self._unmodified().plain_peak_bytes() if modified else self.planner.unordered().peak_bytes
+            )
+        return self._plain_peak_bytes
 
     def planned(self) -> PlannedStep:
         """Plans and builds the step within the budget.
@@ -279,6 +292,7 @@ class PlannedStep:
             status="optimal" if solution is None else solution.status.value,
             strategy="checkpoint_all" if solution is None else solution.strategy,
             phases_s=profiled.phases_s,
+            implementations=[ImplementationRow(f.rule, f.where, f.saved_bytes) for f in profiled.traced.fired],
             recomputed={graph.names[op]: times for op, times in plan.recomputed().items() if not graph.is_alias[op]},
             timeline_bytes=candidate.memory.in_use_bytes + profiled.base_bytes,
             timeline_split_bytes=_split(candidate, profiled.base_bytes),

@@ -96,6 +96,7 @@ class Planner:
         allocator_peak: Plays a simulated plan on the allocator, in its present state (0) or in one
             that is disturbed in the way that the number selects; returns the peak that it would
             report, everything included, or None where the memory runs out.
+        uncounted_below_bytes: Smaller requests are in no statistics of the allocator.
         strategy: Name of the solver.
     """
 
@@ -106,11 +107,13 @@ class Planner:
         *,
         base_bytes: int,
         allocator_peak: Callable[[Memory, int], int | None],
+        uncounted_below_bytes: int = 0,
         strategy: str = "auto",
     ):
         self._op_graph = op_graph
         self._costs = costs
         self._allocator_peak = allocator_peak
+        self._uncounted_below_bytes = uncounted_below_bytes
         self._base_bytes = base_bytes
         self._bound_bytes = base_bytes + working_set_bytes(op_graph)  # of every schedule
         self.orders = []
@@ -180,10 +183,7 @@ class Planner:
             if found is not None:
                 break
             target_bytes -= max(self.worst_peak(candidate) - budget_bytes, budget_bytes // 200)
-        found = found or self.known(budget_bytes, bound_limit_s)
-        if found is not None:
-            validate(found.op_graph, found.plan)
-        return found
+        return found or self.known(budget_bytes, bound_limit_s)
 
     def known(
         self, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S, *, most_s: float = np.inf
@@ -207,12 +207,22 @@ class Planner:
 
         The first run changes the allocator's state, and so does whatever else uses the device: a batch
         that lies elsewhere can move the peak by some percent.
+
+        Raises:
+            InvalidPlan: The checker refuses it.
         """
         if self.worst_peak(candidate) > budget_bytes:
             return None
         peak = self._allocator_peak(candidate.memory, 0)
         if peak is None or peak > budget_bytes:
             return None
+        validate(
+            candidate.op_graph,
+            candidate.plan,
+            candidate.memory,
+            budget_bytes - self._base_bytes,
+            uncounted_below_bytes=self._uncounted_below_bytes,
+        )
         confirmed = dataclasses.replace(candidate, peak_bytes=peak)
         settled = confirmed.solution is not None or len(confirmed.plan) == confirmed.op_graph.n
         return confirmed if settled else self._certified(confirmed, bound_limit_s)
@@ -263,10 +273,7 @@ class Planner:
         bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * limit_s)
         within = [small for small in self._small(limit_s - bound_limit_s) if small.peak_bytes <= budget_bytes]
         confirmed = (self.confirmed(small, budget_bytes, bound_limit_s) for small in sorted(within, key=_time))
-        found = next((candidate for candidate in confirmed if candidate is not None), None)
-        if found is not None:
-            validate(found.op_graph, found.plan)
-        return found
+        return next((candidate for candidate in confirmed if candidate is not None), None)
 
     def unordered(self) -> Candidate:
         """The unmodified step: each op runs as soon as its inputs are ready, in the order in which they become so."""
@@ -294,7 +301,7 @@ class Planner:
     def _certified(self, candidate: Candidate, limit_s: float) -> Candidate:
         """The same plan with the solver's bound for all schedules with its peak."""
         order = next(order for order in self.orders if order.op_graph is candidate.op_graph)
-        options = Options(time_limit_s=limit_s)
+        options = Options(time_limit_s=limit_s, keep_order=True)
         return dataclasses.replace(candidate, solution=order.solver.solve(candidate.node_peak_bytes, options))
 
     def _simulated(self, op_graph: OpGraph, costs: Costs, ops: Sequence[int]) -> Candidate:
@@ -406,7 +413,13 @@ class _Search:
         return max(0, candidate.peak_bytes - self._planner.tensor_peak(candidate))
 
     def _solution(self, order: _Order, inner_bytes: int, limit_s: float, gap: float, seed: int) -> Solution:
-        options = Options(time_limit_s=limit_s, gap=gap, seed=seed, on_progress=self._on_progress)
+        options = Options(
+            time_limit_s=limit_s,
+            gap=gap,
+            seed=seed,
+            keep_order=True,  # side effects and what must wait for them are not edges of the graph
+            on_progress=self._on_progress,
+        )
         return order.solver.solve(inner_bytes, options)
 
     def _try(self, order: _Order, inner_bytes: int, solution: Solution) -> Candidate | None:

@@ -43,6 +43,21 @@ class ScheduleRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class ImplementationRow:
+    """Where a leaner equivalent was put in place.
+
+    Attributes:
+        rule: Name of the rule that allows it.
+        where: Name of the op at which what it replaces was found.
+        saved_bytes: Bytes of the tensors that the replaced ops made, less those that the new ones make.
+    """
+
+    rule: str
+    where: str
+    saved_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """What is known about a planned training step. What was not measured or not predicted is None.
 
@@ -62,6 +77,7 @@ class Report:
         status: How the search ended ("optimal", "feasible", ...), or "unplanned".
         strategy: Name of the strategy that found the plan.
         phases_s: Seconds of each phase on the way to the planned step (trace, profile, solve, rebuild).
+        implementations: The equivalents that were put in place of what the model does.
         recomputed: Op name -> how many times it runs beyond the first.
         timeline_bytes: Predicted bytes in use at each position of the plan.
         timeline_split_bytes: The same, by kind (a subset of `KINDS`).
@@ -82,6 +98,7 @@ class Report:
     status: str = "unplanned"
     strategy: str | None = None
     phases_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    implementations: tuple[ImplementationRow, ...] = ()
     recomputed: Mapping[str, int] = dataclasses.field(default_factory=dict)
     timeline_bytes: tuple[int, ...] = ()
     timeline_split_bytes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -97,6 +114,7 @@ class Report:
         self._convert("recomputed", lambda ops: {name: int(times) for name, times in ops.items()})
         self._convert("timeline_bytes", _ints)
         self._convert("timeline_split_bytes", _split)
+        self._convert("implementations", tuple)
         self._convert("schedule", tuple)
         self._convert("notes", tuple)
 
@@ -119,7 +137,8 @@ class Report:
     def to_json(self) -> str:
         """The whole report as versioned JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["schedule"] = [dataclasses.asdict(row) for row in self.schedule]
+        for name in ("implementations", "schedule"):
+            fields[name] = [dataclasses.asdict(row) for row in fields[name]]
         head = {"format": FORMAT, "version": FORMAT_VERSION, "written_by": f"checkmate_tf {__version__}"}
         return json.dumps({**head, **fields}, allow_nan=False)
 
@@ -146,6 +165,7 @@ class Report:
         if missing:
             raise ValueError(f"a report must have all its fields; this one lacks {', '.join(missing)}.")
         fields = {name: data[name] for name in names}
+        fields["implementations"] = tuple(ImplementationRow(**row) for row in data["implementations"])
         fields["schedule"] = tuple(ScheduleRow(**row) for row in data["schedule"])
         return cls(**fields)
 
@@ -248,9 +268,20 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("gap", None if report.gap is None else f"{100 * report.gap:.2f} %"),
         ("status", report.status + (f" ({report.strategy})" if report.strategy else "")),
         ("phases", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.phases_s.items()) or None),
+        ("equivalents", _equivalents(report.implementations)),
         ("recomputed", _recomputed(report.recomputed)),
     ]
     return [(label, text) for label, text in facts if text is not None]
+
+
+def _equivalents(rows: Iterable[ImplementationRow]) -> str | None:
+    """How often each rule was applied, and bytes of tensors no longer made."""
+    total: dict[str, list[int]] = {}
+    for row in rows:
+        total.setdefault(row.rule, []).append(row.saved_bytes)
+    return (
+        ", ".join(f"{rule} x {len(saved)} ({_bytes(sum(saved))} less written)" for rule, saved in total.items()) or None
+    )
 
 
 def _recomputed(recomputed: Mapping[str, int]) -> str | None:

@@ -39,6 +39,11 @@ class Memory:
         """The step at which the peak is reached first."""
         return int(self.in_use_bytes.argmax())
 
+    def counted_bytes(self, uncounted_below_bytes: int) -> np.ndarray:
+        """int64 (events,). Bytes in use after each event, as an allocator counts that leaves small requests out."""
+        counted = np.abs(self.event_bytes) >= uncounted_below_bytes
+        return np.cumsum(np.where(counted, self.event_bytes, 0))
+
 
 def simulate(graph: OpGraph, plan: Plan, workspace_bytes: np.ndarray | None = None) -> Memory:
     """Follows storage through a plan: allocations, takeovers, workspace and frees.

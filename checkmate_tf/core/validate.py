@@ -10,7 +10,14 @@ from checkmate_tf.core.simulate import Memory
 from checkmate_tf.errors import InvalidPlan
 
 
-def validate(graph: OpGraph, plan: Plan, memory: Memory | None = None, limit_bytes: int | None = None) -> None:
+def validate(
+    graph: OpGraph,
+    plan: Plan,
+    memory: Memory | None = None,
+    limit_bytes: int | None = None,
+    *,
+    uncounted_below_bytes: int = 0,
+) -> None:
     """Walks the statements one by one with a set of live storage.
 
     Args:
@@ -18,6 +25,7 @@ def validate(graph: OpGraph, plan: Plan, memory: Memory | None = None, limit_byt
         plan: The plan to check.
         memory: Its simulation, needed for `limit_bytes`.
         limit_bytes: Highest number of bytes in use that is allowed (without fixed bytes).
+        uncounted_below_bytes: Smaller requests do not count towards the limit.
 
     Raises:
         InvalidPlan: Naming the step, the op and the rule: an input not live, an op run before what it
@@ -30,11 +38,17 @@ def validate(graph: OpGraph, plan: Plan, memory: Memory | None = None, limit_byt
     if limit_bytes is not None:
         if memory is None:
             raise InvalidPlan("a limit can only be checked with a simulation.")
-        if memory.peak_bytes > limit_bytes:
-            op = graph.names[plan.ops[memory.peak_step]]
-            raise InvalidPlan(
-                f"step {memory.peak_step} ({op}) uses {memory.peak_bytes:,} bytes, above {limit_bytes:,}."
-            )
+        _check_peak(graph, plan, memory, limit_bytes, uncounted_below_bytes)
+
+
+def _check_peak(graph: OpGraph, plan: Plan, memory: Memory, limit_bytes: int, uncounted_below_bytes: int) -> None:
+    """Bytes in use stay within the limit at every allocation."""
+    in_use = memory.counted_bytes(uncounted_below_bytes)
+    over = np.flatnonzero(in_use > limit_bytes)
+    if over.size:
+        step = int(memory.event_step[over[0]])
+        op = graph.names[plan.ops[step]]
+        raise InvalidPlan(f"step {step} ({op}) uses {int(in_use[over[0]]):,} bytes, above {limit_bytes:,}.")
 
 
 def _check_shape(graph: OpGraph, plan: Plan) -> None:

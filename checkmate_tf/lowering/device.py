@@ -44,6 +44,11 @@ def limit_bytes(device: str) -> int | None:
     return None
 
 
+def uncounted_below_bytes(device: str) -> int:
+    """Smaller requests appear in no statistics of the device's allocator."""
+    return allocator_config(device=device).uncounted_below_bytes if "CPU" in device.upper() else 0
+
+
 def allocator_peak(memory: Memory, device: str, disturbing_bytes: Sequence[int] = ()) -> int | None:
     """The peak that the device's allocator reports for a simulated plan, from the state it is in.
 

@@ -6,7 +6,10 @@ that model leaves out. Every schedule counts that was ever seen, whichever model
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
 import logging
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,13 +17,14 @@ import numpy as np
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
+from checkmate_tf.solvers.large import LARGE, improve
 from checkmate_tf.solvers.linear import Engine, Outcome, mip_parameters, solve_once
 from checkmate_tf.solvers.minimum import needed_bytes
 from checkmate_tf.solvers.relaxation import BOUND_SLACK, Relaxation, Relaxed
 from checkmate_tf.solvers.rounding import round_relaxation
 from checkmate_tf.solvers.scope import Restrictions, Scope, build_scope
 from checkmate_tf.solvers.search import Search
-from checkmate_tf.solvers.stage_model import StageModel, build_stage_model
+from checkmate_tf.solvers.stage_model import build_stage_model
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
 from checkmate_tf.solvers.starts import start_schedules
 
@@ -31,11 +35,11 @@ _LOG = logging.getLogger(__name__)
 _MODELS = (
     Restrictions(),
     Restrictions(window=20),
-    Restrictions(window=20, merge=True, nostore=True),
-    Restrictions(window=12, merge=True, nostore=True),
-    Restrictions(window=8, merge=True, nostore=True),
-    Restrictions(window=5, merge=True, nostore=True),
-    Restrictions(window=3, merge=True, nostore=True),
+    Restrictions(window=20, merge=True, nostore=True, used_at_once=True),
+    Restrictions(window=12, merge=True, nostore=True, used_at_once=True),
+    Restrictions(window=8, merge=True, nostore=True, used_at_once=True),
+    Restrictions(window=5, merge=True, nostore=True, used_at_once=True),
+    Restrictions(window=3, merge=True, nostore=True, used_at_once=True),
 )
 # Graphs without a backward pass: every node has a stage.
 _PER_NODE = (
@@ -47,9 +51,12 @@ _PER_NODE = (
 _WIDE = (Restrictions(), Restrictions(window=20), Restrictions(window=10), Restrictions(window=5))  # for small peaks
 _FIRST_RESTRICTED = 2  # model to begin with at the earliest, as what is left out makes the relaxation tighter,
 _SMALL = 80  # unless the graph has at most so many nodes
+_CUT_GAIN = 5e-3  # least relative gain of a bound for which cuts are taken
+_START_SHARE = 0.2  # of the time limit, for the schedules that need no search
 _RELAX_SHARE = 0.4  # of the time left, for one relaxation
-_SEARCH_SHARE = 0.7  # of the time limit, so that some is left to raise the bound
-_BOUND_LIMIT_S = 12.0
+_SEARCH_SHARE = 0.8  # of the time limit, unless rounds stop paying before; then one worker raises the bound
+_PATIENCE = 5  # of the other worker meanwhile
+_BOUNDED = 6000  # columns of a model that branch and bound says more about than its relaxation
 _BOUND_LEAST_S = 0.5
 _CLOSE = 5e-3  # a gap that is not worth raising the bound for
 _QUICK = 4000  # recomputable places (stage, node) of a model whose relaxation takes about a second
@@ -83,7 +90,11 @@ class StagesSolver(Solver):
             recorder.raise_bound(self.graph.total_cost)
             return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of="checkmate")
         if budget_bytes < self._least_bytes:
-            return self._solution(recorder, clock, status=Status.INFEASIBLE)
+            return self._solution(recorder, clock, status=Status.INFEASIBLE, bound_of=self._models[0].model_name())
+        if self.graph.n > LARGE and self.graph.is_gradient.any():
+            recorder.raise_bound(self.graph.total_cost)
+            improve(self.evaluator, budget_bytes, recorder, options)
+            return self._solution(recorder, clock, bound_of="checkmate")
         restrictions, relaxed = self._relax(budget_bytes, clock)
         clock.phase("relax")
         if relaxed.x is None:
@@ -91,24 +102,26 @@ class StagesSolver(Solver):
             if not proven:
                 self._wide_search(budget_bytes, recorder, options).run(self.pool.front())
                 clock.phase("search")
-            return self._solution(recorder, clock, status=Status.INFEASIBLE if proven else None)
+            status = Status.INFEASIBLE if proven else None
+            return self._solution(recorder, clock, status=status, bound_of=restrictions.model_name())
         recorder.raise_bound(relaxed.bound)
-        relaxation = self._relaxations[restrictions]
+        relaxation, relaxed = self._tighten(self._relaxations[restrictions], relaxed, budget_bytes, recorder)
         self._round(relaxation, relaxed, budget_bytes, recorder, options)
         clock.phase("round")
         if recorder.gap() > options.gap:
             search = Search(relaxation.model, self.evaluator, relaxation, relaxed.x, budget_bytes, recorder, options)
-            inside = search.run(self.pool.front(), stop_s=_SEARCH_SHARE * options.time_limit_s)
+            bounded = relaxation.model.num_columns <= _BOUNDED
+            inside = search.run(self.pool.front(), stop_s=(_SEARCH_SHARE if bounded else 1.0) * options.time_limit_s)
             clock.phase("search")
-            if inside is not None and recorder.gap() > max(options.gap, _CLOSE):
-                self._raise_bound(relaxation.model, inside, budget_bytes, recorder)
+            if bounded and inside is not None and recorder.gap() > max(options.gap, _CLOSE):
+                self._close_gap(relaxation, search, inside, budget_bytes, recorder, options)
                 clock.phase("bound")
         proven = recorder.gap() <= 1e-6
         return self._solution(
             recorder,
             clock,
             status=Status.OPTIMAL if proven else Status.FEASIBLE,
-            bound_of=restrictions.model_name(),
+            bound_of=dataclasses.replace(restrictions, used_at_once=relaxation.cut).model_name(),
         )
 
     def smallest(self, target_bytes: int, options: Options) -> StagedSchedule:
@@ -134,8 +147,11 @@ class StagesSolver(Solver):
             self.pool.add(self.evaluator.of_schedule(options.hint))
         if not self._seeded:
             self._seeded = True
+            began = time.perf_counter()
             for schedule in start_schedules(self.evaluator):
                 self.pool.add(schedule)
+                if time.perf_counter() - began > _START_SHARE * options.time_limit_s:
+                    break
 
     def _ladder(self) -> Iterator[Restrictions]:
         """Models to try until one is not infeasible at the budget: the least restricted quick one, then larger ones."""
@@ -162,12 +178,27 @@ class StagesSolver(Solver):
                 relaxed = Relaxed(Outcome.INFEASIBLE, None, float("-inf"))
                 continue
             relaxation = self._relaxation(restrictions, budget_bytes)
-            relaxed = relaxation.solve(budget_bytes, _RELAX_SHARE * clock.left_s)
+            relaxation.cut = False
+            relaxed = relaxation.solve(budget_bytes, _RELAX_SHARE * clock.left_s, stop=clock.stop)
             _LOG.debug("%s: %s, bound %s", restrictions, relaxed.outcome, relaxed.bound)
             if relaxed.outcome is not Outcome.INFEASIBLE:
                 break
             self._infeasible_bytes[restrictions] = budget_bytes
         return restrictions, relaxed
+
+    def _tighten(self, relaxation: Relaxation, relaxed: Relaxed, budget_bytes: int, recorder: Recorder):
+        """Takes the cuts where they say much more than the relaxation without: else they may lose what they give."""
+        if not relaxation.model.restrictions.used_at_once:
+            return relaxation, relaxed
+        relaxation.cut = True
+        clock = recorder.clock
+        tighter = relaxation.solve(budget_bytes, _RELAX_SHARE * clock.left_s, stop=clock.stop)
+        clock.phase("cut")
+        if tighter.x is not None and tighter.bound > (1 + _CUT_GAIN) * relaxed.bound:
+            recorder.raise_bound(tighter.bound)
+            return relaxation, tighter
+        relaxation.cut = False
+        return relaxation, relaxed
 
     def _relaxation(self, restrictions: Restrictions, budget_bytes: int) -> Relaxation:
         if restrictions not in self._relaxations:
@@ -175,15 +206,29 @@ class StagesSolver(Solver):
             self._relaxations[restrictions] = Relaxation(model, budget_bytes)
         return self._relaxations[restrictions]
 
-    def _raise_bound(self, model: StageModel, inside: StagedSchedule, budget_bytes: int, recorder: Recorder) -> None:
+    def _close_gap(
+        self, relaxation, search: Search, inside: StagedSchedule, budget_bytes: int, recorder, options
+    ) -> None:
+        """Branch and bound beside the search, or after it where there is one worker."""
+        if options.workers < 2:
+            search.run((inside,))
+            self._raise_bound(relaxation, inside, budget_bytes, recorder)
+            return
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            bounding = thread.submit(self._raise_bound, relaxation, inside, budget_bytes, recorder)
+            search.run((inside,), workers=1, patience=_PATIENCE)
+            bounding.result()
+
+    def _raise_bound(self, relaxation: Relaxation, inside: StagedSchedule, budget_bytes: int, recorder) -> None:
         """Branch and bound on the whole model, from its best schedule: mostly for the bound."""
-        limit = min(_BOUND_LIMIT_S, recorder.clock.left_s)
+        model = relaxation.model
+        limit = recorder.clock.left_s
         if limit < _BOUND_LEAST_S or inside.peak_bytes > budget_bytes:
             return
         x = model.encode(inside)
         start = np.concatenate([x, model.memory_of(x) / model.unit_bytes])
         parameters = mip_parameters(Engine.SCIP, limit, absolute_gap=1e-6)
-        answer = solve_once(Engine.SCIP, model.linear_model(budget_bytes), parameters, start)
+        answer = solve_once(Engine.SCIP, model.linear_model(budget_bytes, cut=relaxation.cut), parameters, start)
         if np.isfinite(answer.bound):
             recorder.raise_bound((answer.bound + model.cost_constant - BOUND_SLACK) * model.unit_cost)
         if answer.x is not None:
@@ -198,7 +243,7 @@ class StagesSolver(Solver):
             best = recorder.best
             if recorder.gap() <= options.gap:
                 return
-            tighter = relaxation.solve(budget_bytes * (1 - eps), recorder.clock.left_s)
+            tighter = relaxation.solve(budget_bytes * (1 - eps), recorder.clock.left_s, stop=recorder.clock.stop)
             if tighter.x is None or (best is not None and tighter.bound >= best.cost):
                 return
             for schedule in round_relaxation(relaxation.model, self.evaluator, tighter.x):
