@@ -114,6 +114,7 @@ class Planner:
         self._costs = costs
         self._allocator_peak = allocator_peak
         self._uncounted_below_bytes = uncounted_below_bytes
+        self._strategy = strategy
         self._base_bytes = base_bytes
         self._bound_bytes = base_bytes + working_set_bytes(op_graph)  # of every schedule
         self.orders = []
@@ -151,6 +152,9 @@ class Planner:
         if budget_bytes >= self._bound_bytes:
             limit_s = _SEARCH_SHARE * time_limit_s
             found = self.search(budget_bytes, time_limit_s=limit_s, seed=seed, on_progress=on_progress)
+        reasons = [order.reason for order in self.orders if order.reason]
+        if found is None and reasons:
+            raise NoScheduleFound(f'strategy "{self._strategy}" has no plan within the budget: {reasons[0]}')
         if found is None:
             found = self._smallest_within(budget_bytes, min(clock.left_s, _MINIMUM_LIMIT_S))
         if found is None:
@@ -260,7 +264,7 @@ class Planner:
             near = [order for order in self.orders if small[order] <= max(_NEAR_MINIMUM) * min(small.values())]
             for k, factor in enumerate(_NEAR_MINIMUM):
                 near_s = min(_NEAR_LIMIT_S, clock.left_s / (len(_NEAR_MINIMUM) - k))
-                options = Options(time_limit_s=near_s, gap=_NEAR_GAP)
+                options = Options(time_limit_s=near_s, gap=_NEAR_GAP, keep_order=True)
                 list(pool.map(lambda o, f=factor, how=options: o.solver.solve(int(f * small[o]), how), near))
         found = []
         for order, minimum in zip(self.orders, minima, strict=True):
@@ -352,6 +356,7 @@ class _Order:
         self.seen: dict[bytes, Candidate] = {}
         self.node_graph = OpGraph.from_graph(self.coarse.graph)
         self.tried: dict[bytes, float] = {}  # nodes -> seconds of each plan so far
+        self.reason = ""  # why the strategy found nothing, where it can say
 
 
 class _Search:
@@ -420,7 +425,9 @@ class _Search:
             keep_order=True,  # side effects and what must wait for them are not edges of the graph
             on_progress=self._on_progress,
         )
-        return order.solver.solve(inner_bytes, options)
+        solution = order.solver.solve(inner_bytes, options)
+        order.reason = solution.reason
+        return solution
 
     def _try(self, order: _Order, inner_bytes: int, solution: Solution) -> Candidate | None:
         """Asks the allocator about the solver's schedule and all that come close.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.core.simulate import working_set_bytes
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planner import Planner
@@ -53,7 +54,7 @@ def training_step() -> OpGraph:
     )
 
 
-def planner(report) -> Planner:
+def planner(report, strategy="auto") -> Planner:
     """A planner whose allocator reports `report(tensor bytes)`."""
     graph = training_step()
     costs = Costs(np.ones(graph.n), np.zeros(graph.n, dtype=np.int64))
@@ -62,6 +63,7 @@ def planner(report) -> Planner:
         costs,
         base_bytes=BASE,
         allocator_peak=lambda memory, *_: report(memory.peak_bytes + BASE),
+        strategy=strategy,
     )
 
 
@@ -142,3 +144,10 @@ def test_the_time_limit_holds_for_plans_and_refusals(share):
     with contextlib.suppress(InfeasibleBudget, NoScheduleFound):
         plans.plan(budget, time_limit_s=4)
     assert time.perf_counter() - start < 4 * 1.1 + 1, "1 s for a busy machine"
+
+
+def test_a_strategy_that_cannot_plan_says_why():
+    """It is not replaced by another one behind the user's back."""
+    sqrt = planner(REPORTS["exact"], strategy="chen_sqrt")
+    with pytest.raises(NoScheduleFound, match='strategy "chen_sqrt" has no plan within the budget: the smallest peak'):
+        sqrt.plan(BASE + working_set_bytes(training_step()), time_limit_s=2)
