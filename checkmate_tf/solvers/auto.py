@@ -25,7 +25,6 @@ _EXACT_NODES = 40
 _EXACT_LIMIT_S = 10.0
 _IN_ORDER_SHARE = 0.8  # of the time limit, before annealing
 _ANNEAL_SHARE = 0.8  # of the time limit, for annealing first
-_STALLED_PASSES = 2  # of refining
 _PROVEN = 1e-6
 
 
@@ -74,7 +73,7 @@ class AutoSolver(StagesSolver):
         found = course.schedule is not None
         start = course.schedule if found else self.pool.smallest().to_schedule(self.graph)
         options = dataclasses.replace(course.next_options(1.0), hint=start)
-        passes, stalled = (REFINING_PASSES, _STALLED_PASSES) if found else (ALL_PASSES, len(ALL_PASSES))
+        passes, stalled = (REFINING_PASSES, 1 if course.closed() else 2) if found else (ALL_PASSES, len(ALL_PASSES))
         course.take(self._local_search.search(budget_bytes, options, passes, stalled))
 
     def _in_order(self, budget_bytes: int, course: Course, share: float) -> None:
