@@ -40,10 +40,10 @@ class Pass:
 
 
 REFINING_PASSES = (
-    Pass(0.03, 100, from_best=True),
     Pass(0.1, 100, from_best=True),
     Pass(0.1, 1000, from_best=True),
-    Pass(0.3, 100, from_best=True),
+    Pass(0.3, 30, from_best=True),
+    Pass(0.03, 100, from_best=True),
 )
 ALL_PASSES = (
     Pass(10, 30),
