@@ -25,6 +25,7 @@ _EXACT_NODES = 40
 _EXACT_LIMIT_S = 10.0
 _IN_ORDER_SHARE = 0.7  # of the time limit, before annealing
 _ANNEAL_SHARE = 0.8  # of the time limit, for annealing first
+_CLOSE = 1e-3  # a gap that is worth one pass of refining
 _PROVEN = 1e-6
 
 
@@ -74,7 +75,7 @@ class AutoSolver(StagesSolver):
         start = course.schedule if found else self.pool.smallest().to_schedule(self.graph)
         options = dataclasses.replace(course.next_options(1.0), hint=start)
         passes = REFINING_PASSES if found else ALL_PASSES
-        stalled = 1 if course.closed() else len(passes)
+        stalled = 1 if course.closed(_CLOSE) else len(passes)
         course.take(self._local_search.search(budget_bytes, options, passes, stalled))
 
     def _in_order(self, budget_bytes: int, course: Course, share: float) -> None:
