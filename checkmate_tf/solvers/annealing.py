@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -22,6 +23,7 @@ from checkmate_tf.solvers.timeline import Timeline
 
 _MOVE, _ADD = 0.6, 0.2  # shares of the kinds of moves; the rest drops runs
 _NEAR_SLOTS = 12.0  # standard deviation of short moves
+_AT_PEAK = 0.25  # share of the added runs that relieve the peak
 _CHAIN = 0.3  # share of the added runs for which inputs may be computed anew, too
 _HELD_SLOTS = 6  # a value held for less is not computed anew
 _COLD = 0.02  # last temperature of a pass, in average node costs
@@ -154,12 +156,19 @@ class Annealing:
         return self._insert(node, low, high, target)
 
     def _add(self, node: int) -> bool:
-        """Computes the node once more ahead of one of its uses: right before it, or anywhere since the use before."""
+        """Computes the node once more ahead of one of its uses: right before it, or anywhere since the use before.
+
+        At times the use is the first behind the peak, so that the value is not held over it.
+        """
         timeline, draw = self.timeline, self._random.random
         uses = timeline.uses[node]
         if not uses or not self._recomputable[node]:
             return False
         i = int(draw() * len(uses))
+        if draw() < _AT_PEAK:
+            i = bisect_left(uses, int(timeline.memory.argmax()) + 1)
+            if not 0 < i < len(uses):
+                return False
         low, high = max(uses[i - 1] if i else 0, timeline.runs[node][0]) + 1, uses[i]
         if low >= high:
             return False

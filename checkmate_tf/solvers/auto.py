@@ -23,9 +23,9 @@ from checkmate_tf.solvers.stages import StagesSolver
 
 _EXACT_NODES = 40
 _EXACT_LIMIT_S = 10.0
-_IN_ORDER_SHARE = 0.8  # of the time limit, before annealing
+_IN_ORDER_SHARE = 0.7  # of the time limit, before annealing
 _ANNEAL_SHARE = 0.8  # of the time limit, for annealing first
-_STALLED_PASSES = 2  # of refining
+_CLOSE = 1e-3  # a gap that is worth one pass of refining
 _PROVEN = 1e-6
 
 
@@ -74,7 +74,8 @@ class AutoSolver(StagesSolver):
         found = course.schedule is not None
         start = course.schedule if found else self.pool.smallest().to_schedule(self.graph)
         options = dataclasses.replace(course.next_options(1.0), hint=start)
-        passes, stalled = (REFINING_PASSES, _STALLED_PASSES) if found else (ALL_PASSES, len(ALL_PASSES))
+        passes = REFINING_PASSES if found else ALL_PASSES
+        stalled = 1 if course.closed(_CLOSE) else len(passes)
         course.take(self._local_search.search(budget_bytes, options, passes, stalled))
 
     def _in_order(self, budget_bytes: int, course: Course, share: float) -> None:

@@ -65,10 +65,10 @@ class Course:
                 self._history.append((self._began_s + seconds, cost))
         self._found.append(found)
 
-    def closed(self) -> bool:
-        """Whether the gap is closed."""
+    def closed(self, gap: float | None = None) -> bool:
+        """Whether the gap is at most this, or what the options ask for."""
         bound, _ = self._bound()
-        return self.cost <= bound * (1 + self.options.gap)
+        return self.cost <= bound * (1 + (self.options.gap if gap is None else gap))
 
     def _bound(self) -> tuple[float, str]:
         """The highest bound of those that the best schedule does not refute, as another order can be below a model's.

@@ -52,7 +52,7 @@ class IntervalsSolver(Solver):
             self.pool.add(schedule)
 
     def solve(self, budget_bytes: int, options: Options) -> Solution:
-        """See Solver.solve. INFEASIBLE is proven for schedules of at most C intervals per node."""
+        """See Solver.solve. Never INFEASIBLE: with more intervals per node there may be a schedule."""
         clock = Clock(options.time_limit_s)
         if options.hint is not None:
             self.pool.add(self._evaluator.of_schedule(options.hint))
@@ -73,6 +73,7 @@ class IntervalsSolver(Solver):
                 break
         model = "forward-once" if self.graph.is_gradient.any() else "checkmate"
         bound_of = f"{model}, restricted (at most {most} intervals)"
+        status = None if status is Status.INFEASIBLE else status
         return self._solution(recorder, clock, status=status, bound_of=bound_of)
 
     def _run(self, program: _Program, recorder: Recorder, options: Options) -> Status | None:

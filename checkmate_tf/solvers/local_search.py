@@ -40,23 +40,21 @@ class Pass:
 
 
 REFINING_PASSES = (
-    Pass(0.03, 100, from_best=True),
     Pass(0.1, 100, from_best=True),
     Pass(0.1, 1000, from_best=True),
-    Pass(0.3, 100, from_best=True),
+    Pass(0.3, 30, from_best=True),
+    Pass(0.03, 100, from_best=True),
 )
 ALL_PASSES = (
-    Pass(0.1, 100, from_best=True),
+    Pass(10, 30),
     Pass(3, 30),
     Pass(3, 200),
-    Pass(1, 10),
-    Pass(5, 30),
+    Pass(10, 30),
     Pass(0.1, 100, from_best=True),
-    Pass(3, 100),
-    Pass(5, 10),
+    Pass(10, 100),
 )
 _STALLED_PASSES = 18
-_MOVES_PER_NODE = 500  # in a pass
+_MOVES_PER_NODE = 400  # in a pass
 _LEAST_MOVES, _MOST_MOVES = 2000, 200_000
 
 

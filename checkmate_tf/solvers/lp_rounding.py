@@ -42,7 +42,11 @@ class LpRoundingSolver(Solver):
         self._evaluator = Evaluator(graph)
 
     def solve(self, budget_bytes: int, options: Options) -> Solution:
-        """See Solver.solve. The bound is the relaxation's at the whole budget."""
+        """See Solver.solve. The bound is the relaxation's at the whole budget, and so is a proof of infeasibility.
+
+        Such a proof counts where no window restricts the model: for any schedule, or in graphs with a
+        backward pass for forward-once ones.
+        """
         clock = Clock(options.time_limit_s)
         self.pool.add(self._evaluator.store_all)
         recorder = Recorder(self.pool, budget_bytes, clock, options)
@@ -66,7 +70,7 @@ class LpRoundingSolver(Solver):
                 if clock.left_s <= 0:
                     break
             clock.phase("round")
-        infeasible = not eps and relaxed.outcome is Outcome.INFEASIBLE
+        infeasible = not eps and relaxed.outcome is Outcome.INFEASIBLE and restrictions.window is None
         proven = recorder.gap() <= 1e-6
         return self._solution(
             recorder,

@@ -32,6 +32,7 @@ class Timeline:
         runs: For each node, the ascending slots of its runs.
         uses: For each node, the ascending slots of the runs that read its value.
         again: The nodes that run more than once, one entry per further run.
+        inserted: The slot of the last `insert`.
     """
 
     def __init__(self, graph: Graph, sequence: Sequence[int]):
