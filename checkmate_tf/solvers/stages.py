@@ -105,7 +105,9 @@ class StagesSolver(Solver):
             status = Status.INFEASIBLE if proven else None
             return self._solution(recorder, clock, status=status, bound_of=restrictions.model_name())
         recorder.raise_bound(relaxed.bound)
-        relaxation, relaxed = self._tighten(self._relaxations[restrictions], relaxed, budget_bytes, recorder)
+        relaxation = self._relaxations[restrictions]
+        relaxed, cut = self._tighten(relaxation, relaxed, budget_bytes, recorder)
+        restrictions = dataclasses.replace(restrictions, used_at_once=cut)
         self._round(relaxation, relaxed, budget_bytes, recorder, options)
         clock.phase("round")
         if recorder.gap() > options.gap:
@@ -114,14 +116,14 @@ class StagesSolver(Solver):
             inside = search.run(self.pool.front(), stop_s=(_SEARCH_SHARE if bounded else 1.0) * options.time_limit_s)
             clock.phase("search")
             if bounded and inside is not None and recorder.gap() > max(options.gap, _CLOSE):
-                self._close_gap(relaxation, search, inside, budget_bytes, recorder, options)
+                self._close_gap(relaxation.model, cut, search, inside, budget_bytes, recorder, options)
                 clock.phase("bound")
         proven = recorder.gap() <= 1e-6
         return self._solution(
             recorder,
             clock,
             status=Status.OPTIMAL if proven else Status.FEASIBLE,
-            bound_of=dataclasses.replace(restrictions, used_at_once=relaxation.cut).model_name(),
+            bound_of=restrictions.model_name(),
         )
 
     def smallest(self, target_bytes: int, options: Options) -> StagedSchedule:
@@ -187,18 +189,25 @@ class StagesSolver(Solver):
         return restrictions, relaxed
 
     def _tighten(self, relaxation: Relaxation, relaxed: Relaxed, budget_bytes: int, recorder: Recorder):
-        """Takes the cuts where they say much more than the relaxation without: else they may lose what they give."""
+        """Solves the relaxation with cuts, the better guide.
+
+        Returns:
+            The guide, and whether the bound is the cuts' too: only where it gains much, as the best schedule
+            may break them and the search stops at the bound.
+        """
         if not relaxation.model.restrictions.used_at_once:
-            return relaxation, relaxed
+            return relaxed, False
         relaxation.cut = True
         clock = recorder.clock
         tighter = relaxation.solve(budget_bytes, _RELAX_SHARE * clock.left_s, stop=clock.stop)
         clock.phase("cut")
-        if tighter.x is not None and tighter.bound > (1 + _CUT_GAIN) * relaxed.bound:
+        if tighter.x is None:
+            relaxation.cut = False
+            return relaxed, False
+        gains = tighter.bound > (1 + _CUT_GAIN) * relaxed.bound
+        if gains:
             recorder.raise_bound(tighter.bound)
-            return relaxation, tighter
-        relaxation.cut = False
-        return relaxation, relaxed
+        return tighter, gains
 
     def _relaxation(self, restrictions: Restrictions, budget_bytes: int) -> Relaxation:
         if restrictions not in self._relaxations:
@@ -206,29 +215,26 @@ class StagesSolver(Solver):
             self._relaxations[restrictions] = Relaxation(model, budget_bytes)
         return self._relaxations[restrictions]
 
-    def _close_gap(
-        self, relaxation, search: Search, inside: StagedSchedule, budget_bytes: int, recorder, options
-    ) -> None:
+    def _close_gap(self, model, cut: bool, search: Search, inside, budget_bytes: int, recorder, options) -> None:
         """Branch and bound beside the search, or after it where there is one worker."""
         if options.workers < 2:
             search.run((inside,))
-            self._raise_bound(relaxation, inside, budget_bytes, recorder)
+            self._raise_bound(model, cut, inside, budget_bytes, recorder)
             return
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            bounding = thread.submit(self._raise_bound, relaxation, inside, budget_bytes, recorder)
+            bounding = thread.submit(self._raise_bound, model, cut, inside, budget_bytes, recorder)
             search.run((inside,), workers=1, patience=_PATIENCE)
             bounding.result()
 
-    def _raise_bound(self, relaxation: Relaxation, inside: StagedSchedule, budget_bytes: int, recorder) -> None:
+    def _raise_bound(self, model, cut: bool, inside: StagedSchedule, budget_bytes: int, recorder) -> None:
         """Branch and bound on the whole model, from its best schedule: mostly for the bound."""
-        model = relaxation.model
         limit = recorder.clock.left_s
         if limit < _BOUND_LEAST_S or inside.peak_bytes > budget_bytes:
             return
         x = model.encode(inside)
         start = np.concatenate([x, model.memory_of(x) / model.unit_bytes])
         parameters = mip_parameters(Engine.SCIP, limit, absolute_gap=1e-6)
-        answer = solve_once(Engine.SCIP, model.linear_model(budget_bytes, cut=relaxation.cut), parameters, start)
+        answer = solve_once(Engine.SCIP, model.linear_model(budget_bytes, cut=cut), parameters, start)
         if np.isfinite(answer.bound):
             recorder.raise_bound((answer.bound + model.cost_constant - BOUND_SLACK) * model.unit_cost)
         if answer.x is not None:
