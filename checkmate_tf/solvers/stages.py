@@ -55,7 +55,9 @@ _CUT_GAIN = 5e-3  # least relative gain of a bound for which cuts are taken
 _START_SHARE = 0.2  # of the time limit, for the schedules that need no search
 _RELAX_SHARE = 0.4  # of the time left, for one relaxation
 _SEARCH_SHARE = 0.8  # of the time limit, unless rounds stop paying before; then one worker raises the bound
-_PATIENCE = 5  # of the other worker meanwhile
+_PATIENCE = 5.0  # of the other worker meanwhile
+_BOUNDED_SOON = 4000  # columns from which branch and bound begins later than after a few rounds that did not pay
+_IMPATIENCE = 0.4
 _BOUNDED = 6000  # columns of a model that branch and bound says more about than its relaxation
 _BOUND_LEAST_S = 0.5
 _CLOSE = 5e-3  # a gap that is not worth raising the bound for
@@ -112,8 +114,13 @@ class StagesSolver(Solver):
         clock.phase("round")
         if recorder.gap() > options.gap:
             search = Search(relaxation.model, self.evaluator, relaxation, relaxed.x, budget_bytes, recorder, options)
-            bounded = relaxation.model.num_columns <= _BOUNDED
-            inside = search.run(self.pool.front(), stop_s=(_SEARCH_SHARE if bounded else 1.0) * options.time_limit_s)
+            columns = relaxation.model.num_columns
+            bounded, soon = columns <= _BOUNDED, columns <= _BOUNDED_SOON and options.workers > 1
+            inside = search.run(
+                self.pool.front(),
+                stop_s=(_SEARCH_SHARE if bounded else 1.0) * options.time_limit_s,
+                patience=_IMPATIENCE if soon else 1.0,
+            )
             clock.phase("search")
             if bounded and inside is not None and recorder.gap() > max(options.gap, _CLOSE):
                 self._close_gap(relaxation.model, cut, search, inside, budget_bytes, recorder, options)
