@@ -6,9 +6,9 @@ that model leaves out. Every schedule counts that was ever seen, whichever model
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Iterator
 
@@ -18,13 +18,22 @@ from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
 from checkmate_tf.solvers.large import LARGE, improve
-from checkmate_tf.solvers.linear import Engine, Outcome, mip_parameters, solve_once
+from checkmate_tf.solvers.linear import (
+    Engine,
+    LinearModel,
+    Outcome,
+    SparseRows,
+    mip_parameters,
+    solve_once,
+    stack_rows,
+)
 from checkmate_tf.solvers.minimum import needed_bytes
+from checkmate_tf.solvers.neighborhood import build_neighborhood
 from checkmate_tf.solvers.relaxation import BOUND_SLACK, Relaxation, Relaxed
 from checkmate_tf.solvers.rounding import round_relaxation
 from checkmate_tf.solvers.scope import Restrictions, Scope, build_scope
 from checkmate_tf.solvers.search import Search
-from checkmate_tf.solvers.stage_model import build_stage_model
+from checkmate_tf.solvers.stage_model import StageModel, build_stage_model
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
 from checkmate_tf.solvers.starts import start_schedules
 
@@ -59,6 +68,7 @@ _PATIENCE = 5.0  # of the other worker meanwhile
 _BOUNDED_SOON = 4000  # columns from which branch and bound begins later than after a few rounds that did not pay
 _IMPATIENCE = 0.4
 _BOUNDED = 6000  # columns of a model that branch and bound says more about than its relaxation
+_TICK_S = 0.05
 _BOUND_LEAST_S = 0.5
 _CLOSE = 5e-3  # a gap that is not worth raising the bound for
 _QUICK = 4000  # recomputable places (stage, node) of a model whose relaxation takes about a second
@@ -223,26 +233,31 @@ class StagesSolver(Solver):
         return self._relaxations[restrictions]
 
     def _close_gap(self, model, cut: bool, search: Search, inside, budget_bytes: int, recorder, options) -> None:
-        """Branch and bound beside the search, or after it where there is one worker."""
+        """Branch and bound beside the search, or after it where there is one worker.
+
+        HiGHS cannot be interrupted, so a thread is left to itself when the search is asked to stop.
+        """
         if options.workers < 2:
             search.run((inside,))
             self._raise_bound(model, cut, inside, budget_bytes, recorder)
             return
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            bounding = thread.submit(self._raise_bound, model, cut, inside, budget_bytes, recorder)
-            search.run((inside,), workers=1, patience=_PATIENCE)
-            bounding.result()
+        arguments = model, cut, inside, budget_bytes, recorder
+        bounding = threading.Thread(target=self._raise_bound, args=arguments, daemon=True)
+        bounding.start()
+        search.run((inside,), workers=1, patience=_PATIENCE)
+        while bounding.is_alive() and not recorder.clock.stopped:
+            bounding.join(_TICK_S)
 
-    def _raise_bound(self, model, cut: bool, inside: StagedSchedule, budget_bytes: int, recorder) -> None:
+    def _raise_bound(self, model: StageModel, cut: bool, inside: StagedSchedule, budget_bytes: int, recorder) -> None:
         """Branch and bound on the whole model, from its best schedule: mostly for the bound."""
         limit = recorder.clock.left_s
         if limit < _BOUND_LEAST_S or inside.peak_bytes > budget_bytes:
             return
-        x = model.encode(inside)
-        start = np.concatenate([x, model.memory_of(x) / model.unit_bytes])
-        parameters = mip_parameters(Engine.SCIP, limit, absolute_gap=1e-6)
-        answer = solve_once(Engine.SCIP, model.linear_model(budget_bytes, cut=cut), parameters, start)
-        if np.isfinite(answer.bound):
+        program = _whole_program(model, inside, budget_bytes, cut=cut)
+        answer = solve_once(Engine.HIGHS, program, mip_parameters(Engine.HIGHS, limit, absolute_gap=1e-6))
+        if answer.outcome is Outcome.INFEASIBLE:  # nothing is cheaper
+            recorder.raise_bound(inside.cost)
+        elif np.isfinite(answer.bound):
             recorder.raise_bound((answer.bound + model.cost_constant - BOUND_SLACK) * model.unit_cost)
         if answer.x is not None:
             held = model.held_masks(answer.x[: model.num_columns])
@@ -261,3 +276,23 @@ class StagesSolver(Solver):
                 return
             for schedule in round_relaxation(relaxation.model, self.evaluator, tighter.x):
                 recorder.offer(schedule)
+
+
+def _whole_program(model: StageModel, incumbent: StagedSchedule, budget_bytes: int, *, cut: bool) -> LinearModel:
+    """The model with memory rows over the decisions alone, for what is at most as dear as the incumbent.
+
+    Rows that name every value in use let branch and bound find knapsack cuts; the chain of (4) hides them.
+    """
+    x, columns = model.encode(incumbent), model.num_columns
+    program = build_neighborhood(model, x, np.ones(columns, bool), budget_bytes).program
+    priced = np.nonzero(model.cost)[0]
+    cutoff = SparseRows(
+        np.zeros(len(priced), np.int64),
+        priced,
+        model.cost[priced],
+        np.array([-np.inf]),
+        np.array([float(model.cost @ x) + BOUND_SLACK]),
+        columns,
+    )
+    rows = stack_rows([program.rows, *[model.cuts] * cut, cutoff], columns)
+    return dataclasses.replace(program, rows=rows)
