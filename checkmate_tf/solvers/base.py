@@ -28,9 +28,14 @@ class Clock:
         return time.perf_counter() - self._start
 
     @property
+    def stopped(self) -> bool:
+        """The search was asked to end."""
+        return self.stop is not None and self.stop.asked
+
+    @property
     def left_s(self) -> float:
         """Seconds to the limit, not below zero; none once the search is asked to end."""
-        if self.stop is not None and self.stop.asked:
+        if self.stopped:
             return 0.0
         return max(0.0, self.time_limit_s - self.elapsed_s)
 

@@ -120,7 +120,7 @@ class Search:
         until_fits: bool = False,
         stop_s: float = math.inf,
         workers: int = 0,
-        patience: int = 1,
+        patience: float = 1.0,
     ) -> StagedSchedule | None:
         """Searches until the gap is closed, time is up or rounds stop paying.
 
