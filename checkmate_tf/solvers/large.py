@@ -32,6 +32,7 @@ _RELAX_SHARE = 0.3  # of the time left, for the first relaxation
 _ROUNDS = 5
 _ROUND_SHARE = 0.4  # of the time left, for one inner budget
 _TIGHTENED = (0.0, 0.05, 0.1, 0.2, 0.3)
+_NEARLY = 1.3  # times the inner budget: peaks that spreading may bring below it
 _CLOSE = 0.01  # a peak this close below the budget is not worth another round
 
 
@@ -44,60 +45,57 @@ def improve(evaluator: Evaluator, budget_bytes: int, recorder: Recorder, options
         recorder: Has the schedules to start from.
         options: Seed, gap and workers.
     """
-    graph, clock = evaluator.graph, recorder.clock
-    inner, most = float(budget_bytes), float("inf")
-    relaxation = _feasible_relaxation(graph, inner, recorder)
+    clock = recorder.clock
+    relaxation = _feasible_relaxation(evaluator.graph, budget_bytes, recorder)
     clock.phase("relax")
-    if relaxation is None:
-        return
-    model = relaxation.model
-    merged: list[StagedSchedule] = []
+    inner, most, merged = float(budget_bytes), float("inf"), None
     for _ in range(_ROUNDS):
-        limit_s = _ROUND_SHARE * clock.left_s
-        if limit_s < 1.0:
+        if relaxation is None or _ROUND_SHARE * clock.left_s < 1.0:
             return
-        pool = Pool()
-        own = Recorder(pool, int(inner), Clock(limit_s), dataclasses.replace(options, on_progress=None))
-        relaxed_x = None
-        for eps in _TIGHTENED:
-            relaxed = relaxation.solve(inner * (1 - eps), own.clock.left_s, stop=options.stop)
-            if relaxed.x is None:
-                break
-            if eps == 0.0:
-                relaxed_x = relaxed.x
-                own.raise_bound(relaxed.bound)
-            for schedule in round_relaxation(model, evaluator, relaxed.x, model.within()):
-                own.offer(schedule)
-                if schedule.peak_bytes > inner and schedule.peak_bytes < 1.3 * inner:
-                    recorder.offer(spread(evaluator, schedule))
-        search = Search(
-            model, evaluator, relaxation if relaxed_x is not None else None, relaxed_x, int(inner), own,
-            dataclasses.replace(options, time_limit_s=limit_s),
-        )  # fmt: skip
-        search.run([*pool.front(), *merged])
-        best = own.best or pool.smallest()
-        if best is None:
-            return
-        merged = [best]
-        late = spread(evaluator, best)
-        recorder.offer(late)
+        merged = _merged(relaxation, evaluator, inner, merged, recorder, options)
         clock.phase("merged")
-        _LOG.debug(
-            "%.1f s: inner budget %.3f, peak %.3f, after spreading %.3f, cost %.4f (bound %s)",
-            clock.elapsed_s,
-            inner / budget_bytes,
-            best.peak_bytes / budget_bytes,
-            late.peak_bytes / budget_bytes,
-            late.cost / graph.total_cost,
-            own.bound,
-        )
-        if late.peak_bytes <= budget_bytes:
-            if late.peak_bytes > (1 - _CLOSE) * budget_bytes:
-                break
-            inner = min(inner * budget_bytes / late.peak_bytes, (inner + most) / 2)
-        else:
+        if merged is None:
+            return
+        late = spread(evaluator, merged)
+        recorder.offer(late)
+        peaks = inner / budget_bytes, merged.peak_bytes / budget_bytes, late.peak_bytes / budget_bytes
+        _LOG.debug("%.1f s: inner budget %.3f, peak %.3f, after spreading %.3f", clock.elapsed_s, *peaks)
+        if late.peak_bytes > budget_bytes:
             most = min(most, inner)
             inner *= budget_bytes / late.peak_bytes
+        elif late.peak_bytes > (1 - _CLOSE) * budget_bytes:
+            return
+        else:
+            inner = min(inner * budget_bytes / late.peak_bytes, (inner + most) / 2)
+
+
+def _merged(
+    relaxation: Relaxation,
+    evaluator: Evaluator,
+    inner_bytes: float,
+    known: StagedSchedule | None,
+    recorder: Recorder,
+    options: Options,
+) -> StagedSchedule | None:
+    """The best schedule of the merged model within the inner budget, or the smallest where none fits."""
+    model, pool = relaxation.model, Pool()
+    options = dataclasses.replace(options, time_limit_s=_ROUND_SHARE * recorder.clock.left_s, on_progress=None)
+    own = Recorder(pool, int(inner_bytes), Clock(options.time_limit_s), options)
+    guide = None
+    for eps in _TIGHTENED:
+        relaxed = relaxation.solve(inner_bytes * (1 - eps), own.clock.left_s, stop=options.stop)
+        if relaxed.x is None:
+            break
+        if guide is None:
+            guide = relaxed.x
+            own.raise_bound(relaxed.bound)
+        for schedule in round_relaxation(model, evaluator, relaxed.x, model.within()):
+            own.offer(schedule)
+            if inner_bytes < schedule.peak_bytes < _NEARLY * inner_bytes:
+                recorder.offer(spread(evaluator, schedule))
+    search = Search(model, evaluator, relaxation if guide is not None else None, guide, int(inner_bytes), own, options)
+    search.run([*pool.front(), *([known] if known is not None else [])])
+    return own.best or pool.smallest()
 
 
 def _feasible_relaxation(graph: Graph, budget_bytes: float, recorder: Recorder) -> Relaxation | None:
