@@ -22,7 +22,7 @@ def start_schedules(evaluator: Evaluator) -> Iterator[StagedSchedule]:
         return
     if evaluator.graph.n > _LARGE:
         for segments in np.unique(np.geomspace(4, forward, _FEW).round()).astype(int):
-            yield segment_schedule(evaluator, uniform_checkpoints(evaluator.graph, int(segments)))
+            yield segment_schedule(evaluator, uniform_checkpoints(range(forward), int(segments)))
         return
     yield from chen_schedules(evaluator)
     for segments in np.unique([1, *np.geomspace(4, forward, 4).round()]).astype(int):

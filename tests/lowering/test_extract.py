@@ -1,5 +1,7 @@
 """What is read out of a traced step: gradients, storage, side effects, and what waits for what."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import tensorflow as tf
 from tiny_steps import STEPS, Step, numbers, prepared
 
 from checkmate_tf.lowering.extract import _original_order, extract
-from checkmate_tf.lowering.trace import trace
+from checkmate_tf.lowering.trace import TracedStep, trace
 
 
 @pytest.fixture(scope="module", params=sorted(STEPS))
@@ -210,7 +212,8 @@ def test_an_op_that_reads_a_late_constant_keeps_its_place():
         batch = tf.compat.v1.placeholder(tf.float32, (), name="batch")
         tf.identity(batch, name="later")
         tf.add(batch, late, name="early")
-    ordered = _original_order(simplified.get_operations(), original)
+    traced = TracedStep(SimpleNamespace(graph=original), simplified.as_graph_def())
+    ordered = _original_order(simplified.get_operations(), traced)
     assert [op.name for op in ordered] == ["late", "batch", "early", "later"]
 
 
