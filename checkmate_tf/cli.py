@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from checkmate_tf._version import __version__
-from checkmate_tf.commands import train
+from checkmate_tf.commands import curve, max_batch, report, train
 from checkmate_tf.errors import CheckmateError
 
-_COMMANDS = (train,)
+_COMMANDS = (train, curve, max_batch, report)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -55,6 +55,7 @@ class Candidate:
         time_s: Sum of the profiled times of all computations.
         node_peak_bytes: Peak of its nodes in tensor bytes, everything included: the solver's view of it.
         solution: What the solver says of schedules with that peak, or None where nothing is recomputed.
+        history: (seconds, time_s) of each plan that was the cheapest so far in the search that led to this one.
     """
 
     op_graph: OpGraph
@@ -65,6 +66,7 @@ class Candidate:
     time_s: float
     node_peak_bytes: int = 0
     solution: Solution | None = None
+    history: tuple[tuple[float, float], ...] = ()
 
     @property
     def overhead(self) -> float:
@@ -154,14 +156,16 @@ class Planner:
         target_bytes = budget_bytes
         for _ in range(_MOST_CONFIRMATIONS):
             candidate = self.store_all()
+            history: tuple[tuple[float, float], ...] = ()
             if candidate.peak_bytes > target_bytes:
                 search = _Search(self, target_bytes, time_limit_s, seed, on_progress)
                 candidate = search.run() or self._smallest_within(target_bytes)
+                history = tuple(search.history)
             if candidate is None:
                 return None
             confirmed = self.confirmed(candidate, budget_bytes) or self.known(budget_bytes)
             if confirmed is not None:
-                return confirmed
+                return dataclasses.replace(confirmed, history=history)
             target_bytes -= max(self.worst_peak(candidate) - budget_bytes, budget_bytes // 200)
             time_limit_s /= 2
         return None
@@ -213,7 +217,7 @@ class Planner:
         Searches are limited in time, and the allocator's state changes, so a little is added.
         """
         self.forget_peaks()
-        found = sorted(self._small(), key=_peak)[:_MOST_NEIGHBOURS]
+        found = sorted(self._small(own=False), key=_peak)[:_MOST_NEIGHBOURS]
         worst = [self.worst_peak(candidate) for candidate in found]
         best = int(np.argmin(worst))
         return dataclasses.replace(found[best], peak_bytes=round(_MINIMUM_MARGIN * worst[best]))
@@ -223,18 +227,25 @@ class Planner:
         for order in self.orders:
             order.seen.clear()
 
-    def _small(self) -> list[Candidate]:
+    @property
+    def needed_bytes(self) -> int:
+        """A lower bound on the peak of every plan, everything included: proven."""
+        return self._base_bytes + working_set_bytes(self._op_graph)
+
+    def _small(self, *, own: bool) -> list[Candidate]:
+        """Plans with low peaks; with `own`, only those that the strategy itself has found."""
         found = []
         with ThreadPoolExecutor(len(self.orders)) as pool:
-            minima = list(pool.map(lambda order: order.solver.minimum_budget(_MINIMUM_LIMIT_S), self.orders))
+            minima = list(pool.map(lambda order: order.solver.minimum_budget(_MINIMUM_LIMIT_S, own=own), self.orders))
         for order, minimum in zip(self.orders, minima, strict=True):
-            found.append(self.evaluate(order, minimum.schedule.sequence()))
+            if minimum is not None:
+                found.append(self.evaluate(order, minimum.schedule.sequence()))
             found += [self.evaluate(order, point.nodes) for point in order.solver.front()[:_MOST_NEIGHBOURS]]
         return found
 
     def _smallest_within(self, budget_bytes: int) -> Candidate | None:
-        """The cheapest of the smallest plans that keep a budget for which the search found nothing."""
-        within = [candidate for candidate in self._small() if candidate.peak_bytes <= budget_bytes]
+        """The cheapest of the strategy's smallest plans that keep a budget for which the search found nothing."""
+        within = [candidate for candidate in self._small(own=True) if candidate.peak_bytes <= budget_bytes]
         return min(within, key=lambda candidate: candidate.time_s, default=None)
 
     def unordered(self) -> Candidate:
@@ -282,7 +293,7 @@ class Planner:
     def _refusal(self, budget_bytes: int) -> CheckmateError:
         """The error that fits what is known about the minimum."""
         smallest = self.minimum()
-        bound = self._base_bytes + working_set_bytes(self._op_graph)
+        bound = self.needed_bytes
         hint = (
             f"Smallest budget found: {format_bytes(smallest.peak_bytes, round_up=True)} "
             f"({smallest.peak_bytes:,} bytes); its peak is at {smallest.bottleneck}. "
@@ -326,6 +337,7 @@ class _Search:
         self._seed = seed
         self._on_progress = on_progress
         self.best: Candidate | None = None
+        self.history: list[tuple[float, float]] = []
 
     def run(self) -> Candidate | None:
         """Tries each order quickly, then gives the rest of the time to the better one."""
@@ -405,6 +417,7 @@ class _Search:
             candidate = dataclasses.replace(candidate, peak_bytes=self._planner.worst_peak(candidate))
         if candidate.peak_bytes <= self._budget and (self.best is None or candidate.time_s < self.best.time_s):
             self.best = candidate
+            self.history.append((time.perf_counter() - self._start, candidate.time_s))
         _log.debug("nodes %d, peak %d, %.4f s", candidate.node_peak_bytes, candidate.peak_bytes, candidate.time_s)
         return candidate
 

@@ -64,6 +64,7 @@ class Solution:
         strategy: Name in the registry.
         phases_s: Seconds per phase.
         history: (seconds, cost) of each incumbent.
+        bounds: (seconds, bound) of each bound that was better than those before.
     """
 
     status: Status
@@ -75,6 +76,7 @@ class Solution:
     strategy: str
     phases_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     history: tuple[tuple[float, float], ...] = ()
+    bounds: tuple[tuple[float, float], ...] = ()
 
     @property
     def gap(self) -> float | None:

@@ -32,12 +32,18 @@ class AutoSolver(StagesSolver):
         status = solve_exactly(self.evaluator, budget_bytes, recorder, options)
         exact.phase("exact")
         found = self._solution(recorder, exact, status=status, bound_of="checkmate")
-        history = first.history + tuple(
-            (first_s + clock.elapsed_s - exact.elapsed_s, cost)
-            for first_s, cost in found.history
-            if not first.history or cost < first.history[-1][1]
+        began_s = clock.elapsed_s - exact.elapsed_s
+        both = dataclasses.replace(
+            found,
+            phases_s={**first.phases_s, **found.phases_s},
+            history=first.history
+            + tuple(
+                (began_s + seconds, cost)
+                for seconds, cost in found.history
+                if not first.history or cost < first.history[-1][1]
+            ),
+            bounds=tuple((began_s + seconds, bound) for seconds, bound in found.bounds),
         )
-        both = dataclasses.replace(found, phases_s={**first.phases_s, **found.phases_s}, history=history)
         if status is Status.OPTIMAL or first.bound is None:
             return both
         if status is Status.INFEASIBLE and both.schedule is None:
@@ -48,4 +54,5 @@ class AutoSolver(StagesSolver):
             status=Status.OPTIMAL if proven else both.status,
             bound=first.bound,
             bound_of=first.bound_of,
+            bounds=first.bounds,
         )
