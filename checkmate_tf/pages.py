@@ -15,6 +15,7 @@ _STYLE = """\
 .checkmate-tf table { border-collapse: collapse; margin: 0 0 0.8em; }
 .checkmate-tf th, .checkmate-tf td { padding: 0.15em 0.9em 0.15em 0; text-align: left; vertical-align: top;
   border-bottom: 1px solid #ddd; background: #fff; color: #222; overflow-wrap: anywhere; }
+.checkmate-tf td:first-child { white-space: nowrap; }
 .checkmate-tf th + th, .checkmate-tf table.figures td + td { text-align: right; white-space: nowrap; }
 .checkmate-tf img { max-width: 100%; height: auto; display: block; margin: 0 0 0.8em; }
 .checkmate-tf p.note { margin: 0 0 0.4em; padding-left: 0.8em; border-left: 3px solid #E69F00; }

@@ -8,12 +8,14 @@ import os
 from pathlib import Path
 
 from checkmate_tf import sample_data
-from checkmate_tf.commands.arguments import add_model, budget, not_negative, positive, settings_of
+from checkmate_tf._files import write_atomically
+from checkmate_tf.commands.arguments import add_model, budget, check_can_be_written, not_negative, positive, settings_of
 from checkmate_tf.commands.settings import Settings
 from checkmate_tf.commands.tables import comparison, expectations
 
 JSON_FORMAT = "checkmate_tf.train"
 JSON_VERSION = 1
+_HEAVY = ("peak_tensors", "schedule", "timeline_bytes", "timeline_split_bytes")  # what --json leaves to --report
 
 _DESCRIPTION = """\
 Trains a keras.applications model, from random weights, on small real images that ship inside scikit-learn: first
@@ -57,6 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "fragmented memory too (default: %(default)s)",
     )
     add("--json", type=Path, metavar="OUT", help="also write the results to this file")
+    add("--report", type=Path, metavar="OUT", help="also write the planned step's report, for `checkmate-tf report`")
     parser.set_defaults(run=run)
 
 
@@ -66,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         CheckmateError: The input cannot be used; the message says why.
     """
+    check_can_be_written(args.json, args.report)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's own start-up notes
     settings = settings_of(
         args,
@@ -82,8 +86,12 @@ def run(args: argparse.Namespace) -> int:
         results = wall.run(settings, args.wall_margin)
     else:
         results = side_by_side(settings)
+    report = results["planned"]["report"]
+    if args.report is not None and report is not None:
+        write_atomically(args.report, json.dumps(report))
     if args.json is not None:
-        args.json.write_text(json.dumps({"format": JSON_FORMAT, "version": JSON_VERSION, **results}, indent=2))
+        results["planned"]["report"] = report and {name: report[name] for name in report if name not in _HEAVY}
+        write_atomically(args.json, json.dumps({"format": JSON_FORMAT, "version": JSON_VERSION, **results}, indent=2))
     return 0 if all(results["expected"].values()) else 1
 
 

@@ -35,7 +35,7 @@ def plot(report: Report) -> Figure:
     Returns:
         The figure, not shown.
     """
-    figure, axes = style.new_figure(width=9.5, height=4.2)
+    figure, axes = style.new_figure()
     timeline = np.asarray(report.timeline_bytes, dtype=np.int64)
     marked = (report.predicted_peak_bytes, report.budget_bytes, report.plain_peak_bytes)
     levels = [level for level in marked if level is not None]

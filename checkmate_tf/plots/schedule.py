@@ -31,7 +31,7 @@ def plot(report: Report) -> Figure:
     """
     rows = report.schedule
     named = len(rows) <= _MOST_NAMES
-    figure, axes = style.new_figure(width=9.5, height=max(4.0, 0.16 * len(rows) + 1.0) if named else 6.0)
+    figure, axes = style.new_figure(height=max(4.0, 0.16 * len(rows) + 1.0) if named else 6.0)
     size = 4.0 if named else 1.5
     first = [(row.steps[0], y, row.is_gradient) for y, row in enumerate(rows) if row.steps]
     again = [(step, y) for y, row in enumerate(rows) for step in row.steps[1:]]

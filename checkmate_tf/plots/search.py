@@ -21,7 +21,7 @@ def plot(incumbents: Sequence[tuple[float, float]], bounds: Sequence[tuple[float
     Returns:
         The figure, not shown.
     """
-    figure, axes = style.new_figure(width=7.0, height=3.2)
+    figure, axes = style.new_figure(height=3.2)
     seconds, costs = zip(*incumbents, strict=True)
     end = max(1.05 * max(time_s for time_s, _ in [*incumbents, *bounds]), seconds[-1] + 0.1)
     _steps(axes, incumbents, end, "best plan so far", color=style.BLUE, marker="o")

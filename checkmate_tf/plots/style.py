@@ -29,7 +29,7 @@ _DPI = 150
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024), ("B", 1))
 
 
-def new_figure(width: float = 8.0, height: float = 4.0) -> tuple[Figure, Axes]:
+def new_figure(width: float = 9.5, height: float = 4.2) -> tuple[Figure, Axes]:
     """A figure with one axes, free of pyplot's global state, so that it need not be closed.
 
     Args:

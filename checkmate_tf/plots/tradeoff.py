@@ -29,7 +29,7 @@ def plot(curve: TradeoffCurve) -> Figure:
     Returns:
         The figure, not shown.
     """
-    figure, axes = style.new_figure(width=8.5, height=4.2)
+    figure, axes = style.new_figure()
     unit, unit_bytes = style.byte_unit(max(curve.plain_peak_bytes, 1))
     looks = zip(curve.strategies, itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), strict=False)
     lacking = [_line(axes, curve, name, unit_bytes, colour, marker) for name, colour, marker in looks]
@@ -62,6 +62,7 @@ def _line(axes: Axes, curve: TradeoffCurve, strategy: str, unit_bytes: int, colo
         [point.budget_bytes / unit_bytes for point in points if point.found],
         [point.overhead for point in points if point.found],
         marker=marker,
+        drawstyle="steps-post",  # a plan keeps every larger budget, too
         color=colour,
         markersize=5,
         label=strategy,
