@@ -13,7 +13,7 @@ from checkmate_tf.budget import format_bytes
 
 FORMAT = "checkmate_tf.max_batch_size"
 FORMAT_VERSION = 1
-TOLERANCE = 0.01  # sizes this close together are not told apart
+TOLERANCE = 0.02  # sizes this close together are not told apart
 
 _STRIDE = 1.08  # from one size to the next until one fits and one does not
 _FIRST_CUT = 0.02  # of a size that the real step does not confirm; doubles from try to try

@@ -23,6 +23,7 @@ from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 from checkmate_tf.lowering.trace import TracedStep, trace
 from checkmate_tf.planner import Candidate, Planner
+from checkmate_tf.replay import replay
 from checkmate_tf.reporting import Report
 
 _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
@@ -97,6 +98,28 @@ class ProfiledStep:
             allocator_peak=lambda memory, disturbance: self.allocator_peak(memory, disturbance, more_bytes=more_bytes),
             uncounted_below_bytes=devices.uncounted_below_bytes(self.device),
             strategy=strategy,
+        )
+
+    def replay(
+        self, candidate: Candidate, op_graph: OpGraph, costs: Costs, budget_bytes: int, *, more_bytes: int = 0
+    ) -> Candidate | None:
+        """A plan of this step at another batch, if it keeps a budget in this one or one like it.
+
+        Args:
+            candidate: The plan.
+            op_graph: The step, in its original order.
+            costs: Its costs.
+            budget_bytes: Everything included.
+            more_bytes: What that step's batch takes beyond this one's.
+        """
+        return replay(
+            candidate,
+            op_graph,
+            costs,
+            budget_bytes,
+            base_bytes=self.base_bytes + more_bytes,
+            allocator_peak=lambda memory, disturbance: self.allocator_peak(memory, disturbance, more_bytes=more_bytes),
+            uncounted_below_bytes=devices.uncounted_below_bytes(self.device),
         )
 
     def allocator_peak(self, memory: Memory, disturbance: int = 0, *, more_bytes: int = 0) -> int | None:
@@ -290,8 +313,12 @@ class PlannedStep:
         """What was promised and what was measured."""
         candidate, profiled = self.candidate, self._profiled
         graph, plan, solution = candidate.op_graph, candidate.plan, candidate.solution
-        once_s = float(candidate.costs.time_s.sum())
-        bound = solution.bound if solution is not None else once_s
+        if solution is not None:
+            bound, status, strategy = solution.bound, solution.status.value, solution.strategy
+        elif plan.recomputed():
+            bound, status, strategy = None, "feasible", profiled.settings.strategy
+        else:
+            bound, status, strategy = float(candidate.costs.time_s.sum()), "optimal", "checkpoint_all"
         seconds = sorted(self._seconds[1:] or self._seconds)
         return Report(
             budget_bytes=self.budget_bytes,
@@ -302,8 +329,8 @@ class PlannedStep:
             predicted_overhead=candidate.overhead,
             lower_bound=bound,
             gap=None if not bound else max(0.0, candidate.time_s - bound) / bound,
-            status="optimal" if solution is None else solution.status.value,
-            strategy="checkpoint_all" if solution is None else solution.strategy,
+            status=status,
+            strategy=strategy,
             phases_s=profiled.phases_s,
             recomputed={graph.names[op]: times for op, times in plan.recomputed().items() if not graph.is_alias[op]},
             timeline_bytes=candidate.memory.in_use_bytes + profiled.base_bytes,

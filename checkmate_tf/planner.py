@@ -36,7 +36,7 @@ _MINIMUM_LIMIT_S = 20.0
 _MINIMUM_MARGIN = 1.02
 _MOST_CONFIRMATIONS = 4
 _BOUND_LIMIT_S = 4.0
-_DISTURBANCES = 3  # states of the allocator in which a plan must keep the budget
+DISTURBANCES = 3  # states of the allocator in which a plan must keep the budget
 _NEVER = np.iinfo(np.int64).max  # peak of a plan that runs out of memory
 _MOST_ROUNDS = 8  # of tightening or loosening the inner budget
 _CLOSE = 0.01  # a peak this close below the budget is not worth another round
@@ -208,7 +208,7 @@ class Planner:
 
     def worst_peak(self, candidate: Candidate) -> int:
         """The highest peak of a plan over the states of the allocator in which it must keep the budget."""
-        peaks = [self._allocator_peak(candidate.memory, disturbance) for disturbance in range(_DISTURBANCES)]
+        peaks = [self._allocator_peak(candidate.memory, disturbance) for disturbance in range(DISTURBANCES)]
         return _NEVER if None in peaks else max(peaks)
 
     def minimum(self) -> Candidate:
@@ -272,8 +272,10 @@ class Planner:
         return order.seen[key]
 
     def _certified(self, candidate: Candidate) -> Candidate:
-        """The same plan with the solver's bound for all schedules with its peak."""
-        order = next(order for order in self.orders if order.op_graph is candidate.op_graph)
+        """The same plan, if it is in one of the orders, with the solver's bound for all schedules with its peak."""
+        order = next((order for order in self.orders if order.op_graph is candidate.op_graph), None)
+        if order is None:
+            return candidate
         options = Options(time_limit_s=_BOUND_LIMIT_S)
         return dataclasses.replace(candidate, solution=order.solver.solve(candidate.node_peak_bytes, options))
 

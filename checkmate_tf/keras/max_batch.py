@@ -66,6 +66,7 @@ class _Finder:
         self._phases_s: dict[str, float] = {}
         self._plain_rows = self._most_rows = 0
         self._found: dict = {}
+        self._known: list[Candidate] = []
 
     def on_batch(self, input_spec, use, **options):
         """Calls `use` with the step profiled at a batch, and the batch. False where the batch itself has no room."""
@@ -99,11 +100,18 @@ class _Finder:
         if self._most_rows == 0:
             return 0
         least = profiled.minimum_budget()
+        self._known.append(least)
         weights = profiled.base_bytes - profiled.batch_bytes
         guess = self._rows * (self.budget_bytes - weights) / max(1, least.peak_bytes - weights)
 
         def fits(size: int) -> bool:
-            return self._try(profiled, size, lambda progress: scaled.plan(size, self.budget_bytes, progress), False)
+            return self._try(
+                profiled,
+                size,
+                lambda candidate: scaled.replay(candidate, size, self.budget_bytes),
+                lambda progress: scaled.plan(size, self.budget_bytes, progress),
+                confirmed=False,
+            )
 
         return largest_that(fits, below=self._most_rows + 1, guess=max(1, int(guess)))
 
@@ -116,7 +124,11 @@ class _Finder:
                 self.budget_bytes, time_limit_s=self._settings.time_limit_s, on_progress=progress
             )
 
-        fits = self._try(profiled, size, plan, True)
+        def again(candidate: Candidate) -> Candidate | None:
+            step = profiled.profile
+            return profiled.replay(candidate, step.op_graph, step.costs, self.budget_bytes)
+
+        fits = self._try(profiled, size, again, plan, confirmed=True)
         if fits and measure:
             self._measure(profiled, data)
         return fits
@@ -136,20 +148,21 @@ class _Finder:
         """The cap in words."""
         return "one extra forward pass" if self._max_overhead is None else f"{self._max_overhead:.3f}"
 
-    def _try(self, profiled: ProfiledStep, size: int, plan, confirmed: bool) -> bool:
-        """Plans for one size and books what came of it."""
+    def _try(self, profiled: ProfiledStep, size: int, replay, plan, *, confirmed: bool) -> bool:
+        """Tries the plans of other sizes, then plans for this one, and books what came of it."""
         label = f"{'confirm' if confirmed else 'try'} {size}"
         limit_s = self._settings.time_limit_s
         self._settings.progress(label, 0.0)
         start = time.perf_counter()
-        candidate = plan(lambda seconds, *_: self._settings.progress(label, min(0.99, seconds / limit_s)))
+        replayed = [found for known in self._known if (found := replay(known)) is not None]
+        candidate = min(replayed, key=lambda found: found.time_s, default=None)
+        if not self._within_cap(profiled, candidate):
+            candidate = plan(lambda seconds, *_: self._settings.progress(label, min(0.99, seconds / limit_s)))
+            self._known += [candidate] if candidate is not None else []
         profiled.phases_s["solve"] = profiled.phases_s.get("solve", 0.0) + time.perf_counter() - start
         self._settings.progress(label, 1.0)
-        cap = self._max_overhead
-        if cap is None:
-            step = candidate or profiled.profile
-            cap = one_more_forward_pass(step.op_graph, step.costs)
-        fits = candidate is not None and candidate.overhead <= cap * _ALMOST
+        cap = self._cap(profiled, candidate)
+        fits = self._within_cap(profiled, candidate)
         self.trials.append(
             BatchTrial(
                 batch_size=size,
@@ -170,6 +183,14 @@ class _Finder:
                 "predicted_step_s": candidate.time_s,
             }
         return fits
+
+    def _cap(self, profiled: ProfiledStep, candidate: Candidate | None) -> float:
+        step = candidate or profiled.profile
+        one_more = one_more_forward_pass(step.op_graph, step.costs)
+        return one_more if self._max_overhead is None else self._max_overhead
+
+    def _within_cap(self, profiled: ProfiledStep, candidate: Candidate | None) -> bool:
+        return candidate is not None and candidate.overhead <= self._cap(profiled, candidate) * _ALMOST
 
     def _measure(self, profiled: ProfiledStep, data) -> None:
         """Runs the planned step, then gives every variable its value back."""
@@ -207,6 +228,11 @@ class _Scaled:
             self._profiled.settings.strategy, op_graph, costs, more_bytes=self._more_bytes(size)
         )
         return planner.search(budget_bytes, time_limit_s=self._profiled.settings.time_limit_s, on_progress=on_progress)
+
+    def replay(self, candidate: Candidate, size: int, budget_bytes: int) -> Candidate | None:
+        """A plan of another size, if it keeps the budget at this one."""
+        op_graph, costs = self._scaling.at(size)
+        return self._profiled.replay(candidate, op_graph, costs, budget_bytes, more_bytes=self._more_bytes(size))
 
     def plain_fits(self, size: int, budget_bytes: int) -> bool:
         """Whether the unmodified step fits."""
