@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from checkmate_tf.reporting import HeldTensor, Report
 
 _KINDS = {
-    "weights": (style.GREY, "weights, slots, batch"),
-    "activations": (style.SKY_BLUE, "activations"),
-    "recomputed": (style.BLUE, "activations, recomputed"),
-    "gradients": (style.ORANGE, "gradients"),
-    "workspace": (style.GREEN, "workspace"),
+    "weights": (style.LIGHT_GREY, "", "weights, slots, batch"),
+    "activations": (style.SKY_BLUE, "", "activations"),
+    "recomputed": (style.BLUE, "", "activations, recomputed"),
+    "gradients": (style.ORANGE, "////", "gradients"),  # as light as the activations where print has no colours
+    "workspace": (style.GREEN, "....", "workspace"),
 }
 _NAMED = 6  # tensors at the peak
 _NAME_LENGTH = 38
@@ -66,10 +66,11 @@ def _stack(axes: Axes, report: Report, unit_bytes: int) -> list[Patch]:
     for kind, nbytes in report.timeline_split_bytes.items():
         if not any(nbytes):
             continue
-        colour, label = _KINDS[kind]
+        colour, hatch, label = _KINDS[kind]
+        look = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.0, "label": label}
         top = bottom + np.asarray(nbytes, dtype=np.int64) / unit_bytes
-        layer = axes.fill_between(np.arange(len(top)), bottom, top, color=colour, linewidth=0.0, label=label)
-        patches.append(Patch(color=layer.get_facecolor()[0], label=label))
+        axes.fill_between(np.arange(len(top)), bottom, top, **look)
+        patches.append(Patch(**look))
         bottom = top
     return patches
 

@@ -61,10 +61,11 @@ def test_a_curve_of_a_model_is_kept_and_gone_on_with(cached, tmp_path):
 
 @pytest.mark.slow
 def test_the_largest_batch_is_run_and_the_model_left_as_it_was(cached):
-    model = convnet()
-    model.train_on_batch(np.zeros((2, SIZE, SIZE, 3)), np.zeros(2))
+    model = compiled(sequential(depth=2))
+    model.train_on_batch(*images(2))
     before = [values_of(variable).copy() for variable in state(model)]
-    found = checkmate_tf.max_batch_size(model, 0.9, spec(), time_limit_s=3.0, measure=True, **cached)
+    described = batch.spec_of([tf.convert_to_tensor(part) for part in images(BATCH)])
+    found = checkmate_tf.max_batch_size(model, 0.9, tuple(described), time_limit_s=2.0, measure=True, **cached)
     for variable, value in zip(state(model), before, strict=True):
         np.testing.assert_array_equal(values_of(variable), value)
     assert found.plain_batch_size < BATCH < found.batch_size <= found.no_batch_above
