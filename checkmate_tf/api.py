@@ -278,7 +278,8 @@ def max_batch_size(
 
     The step is profiled at the batch of `input_spec`. Tensors that grow with the batch, and the times and workspace
     of the ops that touch them, are scaled to other sizes; weights, their gradients and optimizer slots stay. The
-    size that is found so is confirmed by tracing, profiling and planning there, and taken down until it is.
+    size that is found so is confirmed by tracing, profiling and planning there, and taken down until it is. Sizes
+    less than 2 % apart are not told apart, and a longer search may find plans for larger batches.
 
     Args:
         model: Compiled, with an optimizer.

@@ -20,7 +20,7 @@ sizes = st.integers(0, 5000)
 
 
 @given(sizes, st.integers(1, 5000), st.floats(0.01, 3))
-def test_the_largest_size_is_found_to_within_a_percent(largest, beyond, guess):
+def test_the_largest_size_is_found_to_within_the_tolerance(largest, beyond, guess):
     tried = []
 
     def fits(size):

@@ -87,7 +87,7 @@ class _Finder:
             raise
 
     def search(self, profiled: ProfiledStep, data) -> int:
-        """The largest size, to within a percent, whose scaled step has a plan."""
+        """The largest size, to within `TOLERANCE`, whose scaled step has a plan."""
         self.budget_bytes = profiled.budget_bytes()
         profiled.make_room(self.budget_bytes - profiled.base_bytes)
         other = profiled.op_graph_at(batch.with_rows(batch.spec_of(data), 2 * self._rows))
