@@ -76,6 +76,18 @@ def test_the_largest_batch_is_run_and_the_model_left_as_it_was(cached):
     assert all(trial.batch_size <= found.no_batch_above for trial in found.trials)
 
 
+@pytest.mark.slow
+def test_the_smallest_budget_is_one_that_a_plan_keeps(cached):
+    model = compiled(sequential(depth=1))
+    described = tuple(batch.spec_of([tf.convert_to_tensor(part) for part in images(BATCH)]))
+    least = checkmate_tf.minimum_budget(model, described, **cached)
+    assert set(least.phases_s) == {"trace", "profile", "solve"}
+    assert least.bottleneck
+    checkmate_tf.compile(model, least.budget_bytes, input_spec=described, time_limit_s=2.0, **cached)
+    report = checkmate_tf.report(model)
+    assert report.predicted_peak_bytes <= least.budget_bytes
+
+
 def test_a_scaled_step_is_the_step_traced_at_that_size(cached):
     model = compiled(sequential(depth=1))
     small = batch.spec_of([tf.convert_to_tensor(part) for part in images(4)])
