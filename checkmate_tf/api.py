@@ -16,6 +16,7 @@ from checkmate_tf.errors import ModelError, OptionError
 from checkmate_tf.keras import curve, max_batch, train_step
 from checkmate_tf.keras.custom_step import PlannedFunction
 from checkmate_tf.lowering import rehearse
+from checkmate_tf.lowering.implementations.registry import RULES
 from checkmate_tf.pipeline import ProfiledStep, Settings
 from checkmate_tf.progress import progress
 from checkmate_tf.reporting import Report
@@ -49,7 +50,9 @@ def compile(
             with every dimension.
         strategy: One of `strategies()`.
         time_limit_s: Seconds to search for a schedule.
-        implementations: "exact": the ops that the model uses, unchanged.
+        implementations: "exact": the ops that the model uses, unchanged. "fused": where TensorFlow has a leaner
+            equivalent of several ops together (batch norm, ...), that; the results then differ from the
+            unmodified step's by rounding. `report` says where.
         cost_model: "profile": each distinct op is measured on the device.
         cache_dir: Folder for measured ops; by default in the user's cache folder.
         verbose: Whether to show progress; "auto": on a terminal.
@@ -97,7 +100,7 @@ def function(
             with every dimension.
         strategy: As for `compile`; likewise all that follow.
         time_limit_s: Seconds to search for a schedule.
-        implementations: "exact".
+        implementations: "exact" or "fused".
         cost_model: "profile".
         cache_dir: Folder for measured ops.
         verbose: Whether to show progress.
@@ -185,6 +188,7 @@ def minimum_budget(
     model: keras.Model,
     input_spec,
     *,
+    implementations: str = "exact",
     cache_dir: str | os.PathLike | None = None,
     verbose: bool | str = "auto",
 ) -> MinimumBudget:
@@ -193,13 +197,14 @@ def minimum_budget(
     Args:
         model: Compiled, with an optimizer.
         input_spec: (x, y) or (x, y, sample_weight) as (nested) tf.TensorSpec with every dimension.
+        implementations: As for `compile`.
         cache_dir: Folder for measured ops; by default in the user's cache folder.
         verbose: Whether to show progress; "auto": on a terminal.
 
     Raises:
         ModelError, OptionError: An argument means nothing; the message says what to do.
     """
-    settings = _settings(1, "auto", 60.0, "exact", "profile", cache_dir, verbose)
+    settings = _settings(1, "auto", 60.0, implementations, "profile", cache_dir, verbose)
 
     def find(profiled: ProfiledStep) -> MinimumBudget:
         least = profiled.minimum_budget()
@@ -215,6 +220,7 @@ def tradeoff_curve(
     budgets: Sequence[Budget] = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
     strategies: Sequence[str] = ("auto",),
     time_limit_s: float = 30.0,
+    implementations: str = "exact",
     path: str | os.PathLike | None = None,
     cache_dir: str | os.PathLike | None = None,
     verbose: bool | str = "auto",
@@ -229,6 +235,7 @@ def tradeoff_curve(
         budgets: Each as for `compile`; fractions are of the predicted peak of the unmodified step.
         strategies: Names in `strategies()`. A strategy has only plans of its own.
         time_limit_s: Seconds of search for each point.
+        implementations: As for `compile`.
         path: JSON file that holds the curve after each point. A later call with the same model, batch and time limit
             goes on from there, after an interruption or for more budgets; points in the file that are not asked
             for stay in it.
@@ -250,7 +257,7 @@ def tradeoff_curve(
             f"budgets and strategies must be lists with at least one entry; got {budgets!r} and {strategies!r}."
         )
     settings = [
-        _settings(budget, strategy, time_limit_s, "exact", "profile", cache_dir, verbose)
+        _settings(budget, strategy, time_limit_s, implementations, "profile", cache_dir, verbose)
         for budget in budgets
         for strategy in strategies
     ]
@@ -270,6 +277,7 @@ def max_batch_size(
     max_overhead: float | None = None,
     strategy: str = "auto",
     time_limit_s: float = 30.0,
+    implementations: str = "exact",
     measure: bool = False,
     cache_dir: str | os.PathLike | None = None,
     verbose: bool | str = "auto",
@@ -289,6 +297,7 @@ def max_batch_size(
         max_overhead: Cap on planned / plain cost; by default one extra forward pass.
         strategy: One of `strategies()`.
         time_limit_s: Seconds of search for each size that is tried.
+        implementations: As for `compile`.
         measure: Also run some steps at the size that was found, on zeros; every variable gets its value back.
         cache_dir: Folder for measured ops; by default in the user's cache folder.
         verbose: Whether to show progress; "auto": on a terminal.
@@ -307,7 +316,7 @@ def max_batch_size(
             f"max_overhead must be a number of at least 1 (1.2: a fifth more time than the plain step), or None; "
             f"got {max_overhead!r}."
         )
-    settings = _settings(budget, strategy, time_limit_s, "exact", "profile", cache_dir, verbose)
+    settings = _settings(budget, strategy, time_limit_s, implementations, "profile", cache_dir, verbose)
     return max_batch.find(model, settings, input_spec, max_overhead=max_overhead, measure=measure)
 
 
@@ -326,8 +335,8 @@ def _settings(budget, strategy, time_limit_s, implementations, cost_model, cache
         raise OptionError(f"strategy must be one of {', '.join(solvers.names())}; got {strategy!r}.")
     if isinstance(time_limit_s, bool) or not isinstance(time_limit_s, (int, float)) or not time_limit_s > 0:
         raise OptionError(f"time_limit_s must be a positive number of seconds; got {time_limit_s!r}.")
-    if implementations != "exact":
-        raise OptionError(f'implementations must be "exact"; got {implementations!r}.')
+    if implementations not in RULES:
+        raise OptionError(f"implementations must be one of {', '.join(RULES)}; got {implementations!r}.")
     if cost_model != "profile":
         raise OptionError(f'cost_model must be "profile"; got {cost_model!r}.')
     parse(budget, plain_peak_bytes=1 << 60, device_bytes=1 << 60)  # only to refuse what no budget looks like
@@ -335,6 +344,7 @@ def _settings(budget, strategy, time_limit_s, implementations, cost_model, cache
         budget=budget,
         strategy=strategy,
         time_limit_s=min(float(time_limit_s), 1e9) if math.isfinite(time_limit_s) else 1e9,
+        implementations=implementations,
         cache_dir=_folder(cache_dir),
         on_progress=progress(verbose),
     )

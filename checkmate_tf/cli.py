@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from checkmate_tf._version import __version__
-from checkmate_tf.commands import curve, max_batch, report, train
+from checkmate_tf.commands import curve, max_batch, report, solve, train
 from checkmate_tf.errors import CheckmateError
 
-_COMMANDS = (train, curve, max_batch, report)
+_COMMANDS = (train, curve, max_batch, report, solve)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; the process's own by default.
 
     Returns:
-        Exit status: 0 when all went as the command expects, 1 when it did not, 2 for input that cannot be used.
+        Exit status: 0 when all went as the command expects, 1 when it did not, 2 for input that cannot be used;
+        `solve` also has 3 and 4.
     """
     parser = argparse.ArgumentParser(prog="checkmate-tf", description="Train Keras models inside a memory budget.")
     parser.add_argument("--version", action="version", version=f"checkmate_tf {__version__}")

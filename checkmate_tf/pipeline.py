@@ -19,12 +19,13 @@ from checkmate_tf.errors import ModelError
 from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering.arena import make_room
 from checkmate_tf.lowering.extract import extract
+from checkmate_tf.lowering.implementations.registry import RULES
 from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 from checkmate_tf.lowering.trace import TracedStep, trace
 from checkmate_tf.planner import Candidate, Planner
 from checkmate_tf.replay import replay
-from checkmate_tf.reporting import Report
+from checkmate_tf.reporting import ImplementationRow, Report
 
 _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
 
@@ -38,6 +39,7 @@ class Settings:
     budget: budgets.Budget
     strategy: str = "auto"
     time_limit_s: float = 60.0
+    implementations: str = "exact"
     cache_dir: str | None = None
     on_progress: Callable[[str, float], None] | None = None
 
@@ -59,9 +61,11 @@ class ProfiledStep:
     def __init__(self, step: Callable, spec, settings: Settings):
         self.settings = settings
         self._step = step
+        self._spec = spec
+        self._plain_peak_bytes: int | None = None
         self.phases_s: dict[str, float] = {}
         with self._phase("trace"):
-            self.traced: TracedStep = trace(step, spec)
+            self.traced: TracedStep = trace(step, spec, rules=RULES[settings.implementations])
             extracted = extract(self.traced)
         if not any(t.startswith("Assign") or t.startswith("ResourceApply") for t in extracted.op_graph.types):
             raise ModelError("the training step updates no variable; there is nothing to plan.")
@@ -135,7 +139,7 @@ class ProfiledStep:
 
     def op_graph_at(self, spec) -> OpGraph:
         """The step traced for another argument, without measured storage."""
-        return extract(trace(self._step, spec)).op_graph
+        return extract(trace(self._step, spec, rules=RULES[self.settings.implementations])).op_graph
 
     def make_room(self, nbytes: int) -> None:
         """Makes the allocator own one free block of this size, if there is room for it."""
@@ -159,7 +163,15 @@ class ProfiledStep:
 
     def plain_peak_bytes(self) -> int:
         """Predicted allocator peak of the unmodified step: ops run as they become ready."""
-        return self.planner.unordered().peak_bytes
+        if self._plain_peak_bytes is None:
+            self._plain_peak_bytes = self.unmodified().planner.unordered().peak_bytes
+        return self._plain_peak_bytes
+
+    def unmodified(self) -> ProfiledStep:
+        """The step without equivalents in place of what the model does: this one where there are none."""
+        if not self.traced.fired:
+            return self
+        return ProfiledStep(self._step, self._spec, dataclasses.replace(self.settings, implementations="exact"))
 
     def planned(self) -> PlannedStep:
         """Plans and builds the step within the budget.
@@ -332,6 +344,7 @@ class PlannedStep:
             status=status,
             strategy=strategy,
             phases_s=profiled.phases_s,
+            implementations=[ImplementationRow(f.rule, f.where, f.saved_bytes) for f in profiled.traced.fired],
             recomputed={graph.names[op]: times for op, times in plan.recomputed().items() if not graph.is_alias[op]},
             timeline_bytes=candidate.memory.in_use_bytes + profiled.base_bytes,
             timeline_split_bytes=describe.split(candidate, profiled.base_bytes),

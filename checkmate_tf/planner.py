@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,23 +22,33 @@ from checkmate_tf.core.plan import Plan, compile_plan
 from checkmate_tf.core.problem import Options, Solution
 from checkmate_tf.core.simulate import Memory, simulate, working_set_bytes
 from checkmate_tf.core.validate import validate
-from checkmate_tf.errors import CheckmateError, InfeasibleBudget, NoScheduleFound
+from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
+from checkmate_tf.solvers.base import Clock
 from checkmate_tf.solvers.remote import Point, RemoteSolver
 
 _log = logging.getLogger(__name__)
 
 _SMALL_BYTES = 1 << 16  # values below this are kept: together they are a fraction of a percent
-_FIRST_SHARE, _FIRST_GAP = 0.3, 0.01  # of the time limit, for a first look at each order
-_LATER_SHARE, _LAST_GAP = 0.15, 0.003  # for each round of adjustment
+_SEARCH_SHARE = 0.9  # of the time limit, before small plans are tried
+_CONFIRMED_SHARE = 0.85  # of the time left, as the plan that is found may have to be replaced
+_AS_CHEAP = 1.01  # times the cost of a plan that was not confirmed: a known one that takes its place at once
+_FIRST_SHARE, _FIRST_GAP = 0.3, 0.01  # of a search, for a first look at each order
+_LATER_SHARE, _LAST_GAP = 0.5, 0.003  # of the time left, for each round of adjustment: the first is the longest
+_LEAST_ROUND_S = 0.2
 _NEIGHBOURS, _MOST_NEIGHBOURS = 0.04, 12  # other schedules that are tried: how far around the inner budget, how many
 _MINIMUM_LIMIT_S = 20.0
 _MINIMUM_MARGIN = 1.02
+_MINIMUM_SHARE = 0.5  # of the time for small plans, for the smallest; the rest goes to cheaper ones near it
+_NEAR_MINIMUM = (1.01, 1.04)  # times the smallest inner budget
+_NEAR_LIMIT_S, _NEAR_GAP = 3.0, 0.05
 _MOST_CONFIRMATIONS = 4
-_BOUND_LIMIT_S = 4.0
+_BOUND_LIMIT_S, _BOUND_SHARE = 4.0, 0.05  # for the bound of a plan that no solver was asked for; of the time limit
 DISTURBANCES = 3  # states of the allocator in which a plan must keep the budget
 _NEVER = np.iinfo(np.int64).max  # peak of a plan that runs out of memory
 _MOST_ROUNDS = 8  # of tightening or loosening the inner budget
-_CLOSE = 0.01  # a peak this close below the budget is not worth another round
+_MOST_EXCESS = 0.04  # that a round answers to: one schedule may be rounded much more than those around it
+_CLOSE = 0.01  # a peak this close below the budget is not worth another round,
+_WORTHWHILE = 1e-3  # unless the last one made the plan cheaper by this share
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,6 +100,9 @@ class Planner:
             report, everything included, or None where the memory runs out.
         uncounted_below_bytes: Smaller requests are in no statistics of the allocator.
         strategy: Name of the solver.
+
+    Attributes:
+        needed_bytes: A lower bound on the peak of every plan, everything included: proven.
     """
 
     def __init__(
@@ -107,10 +119,12 @@ class Planner:
         self._costs = costs
         self._allocator_peak = allocator_peak
         self._uncounted_below_bytes = uncounted_below_bytes
+        self._strategy = strategy
         self._base_bytes = base_bytes
+        self.needed_bytes = base_bytes + working_set_bytes(op_graph)
         self.orders = []
-        for delay in (True, False):
-            ordered, ordered_costs = permute(op_graph, costs, low_peak_order(op_graph, delay_gradients=delay))
+        for settle in (True, False):
+            ordered, ordered_costs = permute(op_graph, costs, low_peak_order(op_graph, settle=settle))
             ordered.check()
             self.orders.append(_Order(ordered, ordered_costs, base_bytes, strategy))
 
@@ -138,10 +152,31 @@ class Planner:
             InfeasibleBudget: No schedule can meet the budget, proven.
             NoScheduleFound: None was found in time.
         """
-        found = self.search(budget_bytes, time_limit_s=time_limit_s, seed=seed, on_progress=on_progress)
-        if found is None:
-            raise self._refusal(budget_bytes)
-        return found
+        found = self.find(budget_bytes, time_limit_s=time_limit_s, seed=seed, on_progress=on_progress)
+        if found is not None:
+            return found
+        if budget_bytes < self.needed_bytes:
+            raise self._infeasible(budget_bytes, min(_SEARCH_SHARE * time_limit_s, _MINIMUM_LIMIT_S))
+        raise self._not_found(budget_bytes)
+
+    def find(
+        self,
+        budget_bytes: int,
+        *,
+        time_limit_s: float,
+        seed: int = 0,
+        on_progress: Callable[[float, float | None, float | None], None] | None = None,
+    ) -> Candidate | None:
+        """As `plan`, but returns None where no plan was found. No other strategy stands in for the one that was named.
+
+        Where a search finds nothing, plans with small peaks are tried.
+        """
+        if budget_bytes < self.needed_bytes:
+            return None
+        clock = Clock(time_limit_s)
+        limit_s = _SEARCH_SHARE * time_limit_s
+        found = self.search(budget_bytes, time_limit_s=limit_s, seed=seed, on_progress=on_progress)
+        return found or self._smallest_within(budget_bytes, min(clock.left_s, _MINIMUM_LIMIT_S))
 
     def search(
         self,
@@ -151,37 +186,48 @@ class Planner:
         seed: int = 0,
         on_progress: Callable[[float, float | None, float | None], None] | None = None,
     ) -> Candidate | None:
-        """As `plan`, but returns None where no plan was found."""
+        """As `find`, but without plans with small peaks."""
         self.forget_peaks()
+        bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * time_limit_s)
+        clock = Clock(time_limit_s - bound_limit_s)
         target_bytes = budget_bytes
+        found = None
+        history: tuple[tuple[float, float], ...] = ()
         for _ in range(_MOST_CONFIRMATIONS):
             candidate = self.store_all()
-            history: tuple[tuple[float, float], ...] = ()
             if candidate.peak_bytes > target_bytes:
-                search = _Search(self, target_bytes, time_limit_s, seed, on_progress)
-                candidate = search.run() or self._smallest_within(target_bytes)
+                search = _Search(self, target_bytes, _CONFIRMED_SHARE * clock.left_s, seed, on_progress)
+                candidate = search.run()
                 history = tuple(search.history)
             if candidate is None:
-                return None
-            confirmed = self.confirmed(candidate, budget_bytes) or self.known(budget_bytes)
-            if confirmed is not None:
-                return dataclasses.replace(confirmed, history=history)
+                break
+            found = self.confirmed(candidate, budget_bytes, bound_limit_s)
+            if found is None:
+                found = self.known(budget_bytes, bound_limit_s, most_s=_AS_CHEAP * candidate.time_s)
+            if found is not None:
+                break
             target_bytes -= max(self.worst_peak(candidate) - budget_bytes, budget_bytes // 200)
-            time_limit_s /= 2
-        return None
+        found = found or self.known(budget_bytes, bound_limit_s)
+        return None if found is None else dataclasses.replace(found, history=history)
 
-    def known(self, budget_bytes: int) -> Candidate | None:
-        """The cheapest plan of those seen before that is within the budget now, or None."""
+    def known(
+        self, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S, *, most_s: float = np.inf
+    ) -> Candidate | None:
+        """The cheapest plan of those seen before that is within the budget now and takes at most `most_s`, or None."""
         tried = [(time_s, order, key) for order in self.orders for key, time_s in order.tried.items()]
-        for _, order, key in sorted(tried, key=lambda entry: entry[0]):
+        for time_s, order, key in sorted(tried, key=lambda entry: entry[0]):
+            if time_s > most_s:
+                return None
             candidate = self.evaluate(order, np.frombuffer(key, dtype=np.int64))
             if candidate.peak_bytes <= budget_bytes:
-                confirmed = self.confirmed(candidate, budget_bytes)
+                confirmed = self.confirmed(candidate, budget_bytes, bound_limit_s)
                 if confirmed is not None:
                     return confirmed
         return None
 
-    def confirmed(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
+    def confirmed(
+        self, candidate: Candidate, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S
+    ) -> Candidate | None:
         """The same plan with the peak of a later step, or None if it does not always keep the budget.
 
         The first run changes the allocator's state, and so does whatever else uses the device: a batch
@@ -204,7 +250,7 @@ class Planner:
         )
         confirmed = dataclasses.replace(candidate, peak_bytes=peak)
         settled = confirmed.solution is not None or len(confirmed.plan) == confirmed.op_graph.n
-        return confirmed if settled else self._certified(confirmed)
+        return confirmed if settled else self._certified(confirmed, bound_limit_s)
 
     def worst_peak(self, candidate: Candidate) -> int:
         """The highest peak of a plan over the states of the allocator in which it must keep the budget."""
@@ -217,7 +263,10 @@ class Planner:
         Searches are limited in time, and the allocator's state changes, so a little is added.
         """
         self.forget_peaks()
-        found = sorted(self._small(own=False), key=_peak)[:_MOST_NEIGHBOURS]
+        return self._smallest(self._small(_MINIMUM_LIMIT_S, own=False))
+
+    def _smallest(self, small: list[Candidate]) -> Candidate:
+        found = sorted(small, key=_peak)[:_MOST_NEIGHBOURS]
         worst = [self.worst_peak(candidate) for candidate in found]
         best = int(np.argmin(worst))
         return dataclasses.replace(found[best], peak_bytes=round(_MINIMUM_MARGIN * worst[best]))
@@ -227,26 +276,35 @@ class Planner:
         for order in self.orders:
             order.seen.clear()
 
-    @property
-    def needed_bytes(self) -> int:
-        """A lower bound on the peak of every plan, everything included: proven."""
-        return self._base_bytes + working_set_bytes(self._op_graph)
+    def _small(self, limit_s: float, *, own: bool) -> list[Candidate]:
+        """Plans with small peaks; several, as what the allocator adds is different for each.
 
-    def _small(self, *, own: bool) -> list[Candidate]:
-        """Plans with low peaks; with `own`, only those that the strategy itself has found."""
-        found = []
+        With `own`, only those that the strategy itself has found.
+        """
+        clock = Clock(limit_s)
         with ThreadPoolExecutor(len(self.orders)) as pool:
-            minima = list(pool.map(lambda order: order.solver.minimum_budget(_MINIMUM_LIMIT_S, own=own), self.orders))
+            share_s = _MINIMUM_SHARE * limit_s
+            minima = list(pool.map(lambda o: o.solver.minimum_budget(share_s, own=own), self.orders))
+            small = {o: least.budget_bytes for o, least in zip(self.orders, minima, strict=True) if least is not None}
+            near = [order for order, least in small.items() if least <= max(_NEAR_MINIMUM) * min(small.values())]
+            for k, factor in enumerate(_NEAR_MINIMUM):
+                near_s = min(_NEAR_LIMIT_S, clock.left_s / (len(_NEAR_MINIMUM) - k))
+                options = Options(time_limit_s=near_s, gap=_NEAR_GAP, keep_order=True)
+                list(pool.map(lambda o, f=factor, how=options: o.solver.solve(int(f * small[o]), how), near))
+        found = []
         for order, minimum in zip(self.orders, minima, strict=True):
             if minimum is not None:
                 found.append(self.evaluate(order, minimum.schedule.sequence()))
             found += [self.evaluate(order, point.nodes) for point in order.solver.front()[:_MOST_NEIGHBOURS]]
         return found
 
-    def _smallest_within(self, budget_bytes: int) -> Candidate | None:
+    def _smallest_within(self, budget_bytes: int, limit_s: float) -> Candidate | None:
         """The cheapest of the strategy's smallest plans that keep a budget for which the search found nothing."""
-        within = [candidate for candidate in self._small(own=True) if candidate.peak_bytes <= budget_bytes]
-        return min(within, key=lambda candidate: candidate.time_s, default=None)
+        bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * limit_s)
+        small = self._small(limit_s - bound_limit_s, own=True)
+        within = sorted((candidate for candidate in small if candidate.peak_bytes <= budget_bytes), key=_time)
+        confirmed = (self.confirmed(candidate, budget_bytes, bound_limit_s) for candidate in within)
+        return next((candidate for candidate in confirmed if candidate is not None), None)
 
     def unordered(self) -> Candidate:
         """The unmodified step: each op runs as soon as its inputs are ready, in the order in which they become so."""
@@ -271,12 +329,12 @@ class Planner:
             order.tried[key] = candidate.time_s
         return order.seen[key]
 
-    def _certified(self, candidate: Candidate) -> Candidate:
+    def _certified(self, candidate: Candidate, limit_s: float) -> Candidate:
         """The same plan, if it is in one of the orders, with the solver's bound for all schedules with its peak."""
         order = next((order for order in self.orders if order.op_graph is candidate.op_graph), None)
         if order is None:
             return candidate
-        options = Options(time_limit_s=_BOUND_LIMIT_S)
+        options = Options(time_limit_s=limit_s, keep_order=True)
         return dataclasses.replace(candidate, solution=order.solver.solve(candidate.node_peak_bytes, options))
 
     def _simulated(self, op_graph: OpGraph, costs: Costs, ops: Sequence[int]) -> Candidate:
@@ -292,25 +350,27 @@ class Planner:
             time_s=float(costs.time_s[plan.ops].sum()),
         )
 
-    def _refusal(self, budget_bytes: int) -> CheckmateError:
-        """The error that fits what is known about the minimum."""
-        smallest = self.minimum()
-        bound = self.needed_bytes
-        hint = (
-            f"Smallest budget found: {format_bytes(smallest.peak_bytes, round_up=True)} "
-            f"({smallest.peak_bytes:,} bytes); its peak is at {smallest.bottleneck}. "
-            "Try: a smaller batch, or a budget above that."
+    def _infeasible(self, budget_bytes: int, limit_s: float) -> InfeasibleBudget:
+        """The error for a budget that no schedule of any kind can meet."""
+        self.forget_peaks()
+        smallest = self._smallest(self._small(limit_s, own=False))
+        return InfeasibleBudget(
+            f"budget must be at least {format_bytes(self.needed_bytes, round_up=True)} ({self.needed_bytes:,} bytes) "
+            f"for this step, proven: what is held throughout and one op's inputs and outputs take that much; "
+            f"got {format_bytes(budget_bytes)}. {_hint(smallest)}",
+            minimum_bytes=smallest.peak_bytes,
+            bottleneck=smallest.bottleneck,
         )
-        if budget_bytes < bound:
-            return InfeasibleBudget(
-                f"budget must be at least {format_bytes(bound, round_up=True)} ({bound:,} bytes) for this step, "
-                f"proven: what is held throughout and one op's inputs and outputs take that much; "
-                f"got {format_bytes(budget_bytes)}. {hint}",
-                minimum_bytes=smallest.peak_bytes,
-                bottleneck=smallest.bottleneck,
-            )
+
+    def _not_found(self, budget_bytes: int) -> NoScheduleFound:
+        """The error for a budget within which the strategy found no plan: its own reason, if it has one."""
+        reasons = [order.reason for order in self.orders if order.reason]
+        if reasons:
+            return NoScheduleFound(f'strategy "{self._strategy}" has no plan within the budget: {reasons[0]}')
+        smallest = self._smallest([candidate for order in self.orders for candidate in order.seen.values()])
         return NoScheduleFound(
-            f"no schedule within {format_bytes(budget_bytes)} ({budget_bytes:,} bytes) was found in time. {hint}",
+            f"no schedule within {format_bytes(budget_bytes)} ({budget_bytes:,} bytes) was found in time. "
+            f"{_hint(smallest)}",
             best_peak_bytes=smallest.peak_bytes,
         )
 
@@ -326,6 +386,7 @@ class _Order:
         self.seen: dict[bytes, Candidate] = {}
         self.node_graph = OpGraph.from_graph(self.coarse.graph)
         self.tried: dict[bytes, float] = {}  # nodes -> seconds of each plan so far
+        self.reason = ""  # why the strategy found nothing, where it can say
 
 
 class _Search:
@@ -334,8 +395,7 @@ class _Search:
     def __init__(self, planner: Planner, budget_bytes: int, time_limit_s: float, seed: int, on_progress):
         self._planner = planner
         self._budget = budget_bytes
-        self._start = time.perf_counter()
-        self._limit_s = time_limit_s
+        self._clock = Clock(time_limit_s)
         self._seed = seed
         self._on_progress = on_progress
         self.best: Candidate | None = None
@@ -347,12 +407,10 @@ class _Search:
             order: self._budget - self._rounding(self._planner.evaluate(order, range(order.coarse.graph.n)))
             for order in self._planner.orders
         }
+        limit_s = _FIRST_SHARE * self._clock.left_s
         with ThreadPoolExecutor(len(inner)) as pool:  # each order has a process of its own
-            solutions = dict(
-                zip(
-                    inner, pool.map(lambda o: self._solution(o, inner[o], _FIRST_SHARE, _FIRST_GAP), inner), strict=True
-                )
-            )
+            found = pool.map(lambda order: self._solution(order, inner[order], limit_s, _FIRST_GAP, self._seed), inner)
+            solutions = dict(zip(inner, found, strict=True))
         first = {order: self._try(order, inner[order], solutions[order]) for order in inner}
         order = min(first, key=lambda order: np.inf if first[order] is None else first[order].time_s)
         self._adjust(order, inner[order])
@@ -361,20 +419,25 @@ class _Search:
     def _adjust(self, order: _Order, inner_bytes: int) -> None:
         """Moves the solver's budget until the allocator's peak is just within the step's."""
         too_much = self._budget + 1  # the least inner budget whose plan went beyond the budget
-        for _ in range(_MOST_ROUNDS):
-            left_s = self._limit_s - (time.perf_counter() - self._start)
-            if left_s <= 0:
+        for seed in range(self._seed + 1, self._seed + 1 + _MOST_ROUNDS):
+            limit_s = _LATER_SHARE * self._clock.left_s
+            if limit_s < _LEAST_ROUND_S:
                 return
-            found = self._try(order, inner_bytes, self._solution(order, inner_bytes, _LATER_SHARE, _LAST_GAP))
+            best_s = np.inf if self.best is None else self.best.time_s
+            solution = self._solution(order, inner_bytes, limit_s, _LAST_GAP, seed)
+            found = self._try(order, inner_bytes, solution)
             if found is None:  # rounding was overestimated, or there is nothing
                 inner_bytes, before = (inner_bytes + min(too_much, self._budget)) // 2, inner_bytes
             elif found.peak_bytes > self._budget:
                 too_much = min(too_much, inner_bytes)
-                inner_bytes, before = inner_bytes - (found.peak_bytes - self._budget) - self._budget // 500, inner_bytes
+                excess = min(found.peak_bytes - self._budget, _MOST_EXCESS * self._budget)
+                inner_bytes, before = inner_bytes - int(excess) - self._budget // 500, inner_bytes
             else:
                 slack = self._budget - found.peak_bytes
                 if slack <= _CLOSE * self._budget:
-                    return
+                    if found.time_s > (1 - _WORTHWHILE) * best_s:
+                        return
+                    continue
                 inner_bytes, before = min(inner_bytes + int(0.7 * slack), (inner_bytes + too_much) // 2), inner_bytes
             if abs(inner_bytes - before) < self._budget // 1000:
                 return
@@ -385,10 +448,17 @@ class _Search:
             return 0
         return max(0, candidate.peak_bytes - self._planner.tensor_peak(candidate))
 
-    def _solution(self, order: _Order, inner_bytes: int, share: float, gap: float) -> Solution:
-        """Solves with a share of the time limit."""
-        options = Options(time_limit_s=share * self._limit_s, gap=gap, seed=self._seed, on_progress=self._on_progress)
-        return order.solver.solve(inner_bytes, options)
+    def _solution(self, order: _Order, inner_bytes: int, limit_s: float, gap: float, seed: int) -> Solution:
+        options = Options(
+            time_limit_s=limit_s,
+            gap=gap,
+            seed=seed,
+            keep_order=True,  # side effects and what must wait for them are not edges of the graph
+            on_progress=self._on_progress,
+        )
+        solution = order.solver.solve(inner_bytes, options)
+        order.reason = solution.reason
+        return solution
 
     def _try(self, order: _Order, inner_bytes: int, solution: Solution) -> Candidate | None:
         """Asks the allocator about the solver's schedule and all that come close.
@@ -402,7 +472,7 @@ class _Search:
         else:
             _log.debug("no schedule within %d inner bytes: %s", inner_bytes, solution.status)
         for point in self._close(order, inner_bytes):
-            if self.best is not None and point.cost >= self.best.time_s:
+            if self._clock.left_s <= 0 or (self.best is not None and point.cost >= self.best.time_s):
                 break
             self._consider(order, point.nodes)
         return found
@@ -419,10 +489,22 @@ class _Search:
             candidate = dataclasses.replace(candidate, peak_bytes=self._planner.worst_peak(candidate))
         if candidate.peak_bytes <= self._budget and (self.best is None or candidate.time_s < self.best.time_s):
             self.best = candidate
-            self.history.append((time.perf_counter() - self._start, candidate.time_s))
+            self.history.append((self._clock.elapsed_s, candidate.time_s))
         _log.debug("nodes %d, peak %d, %.4f s", candidate.node_peak_bytes, candidate.peak_bytes, candidate.time_s)
         return candidate
 
 
+def _hint(smallest: Candidate) -> str:
+    return (
+        f"Smallest budget found: {format_bytes(smallest.peak_bytes, round_up=True)} "
+        f"({smallest.peak_bytes:,} bytes); its peak is at {smallest.bottleneck}. "
+        "Try: a smaller batch, or a budget above that."
+    )
+
+
 def _peak(candidate: Candidate) -> int:
     return candidate.peak_bytes
+
+
+def _time(candidate: Candidate) -> float:
+    return candidate.time_s

@@ -66,6 +66,21 @@ class HeldTensor:
 
 
 @dataclasses.dataclass(frozen=True)
+class ImplementationRow:
+    """Where a leaner equivalent was put in place.
+
+    Attributes:
+        rule: Name of the rule that allows it.
+        where: Name of the op at which what it replaces was found.
+        saved_bytes: Bytes of the tensors that the replaced ops made, less those that the new ones make.
+    """
+
+    rule: str
+    where: str
+    saved_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """What is known about a planned training step. What was not measured or not predicted is None.
 
@@ -85,6 +100,7 @@ class Report:
         status: How the search ended ("optimal", "feasible", ...), or "unplanned".
         strategy: Name of the strategy that found the plan.
         phases_s: Seconds of each phase on the way to the planned step (trace, profile, solve, rebuild).
+        implementations: The equivalents that were put in place of what the model does.
         recomputed: Op name -> how many times it runs beyond the first.
         timeline_bytes: Predicted bytes in use at each position of the plan.
         timeline_split_bytes: The same, by kind (a subset of `KINDS`).
@@ -107,6 +123,7 @@ class Report:
     status: str = "unplanned"
     strategy: str | None = None
     phases_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    implementations: tuple[ImplementationRow, ...] = ()
     recomputed: Mapping[str, int] = dataclasses.field(default_factory=dict)
     timeline_bytes: tuple[int, ...] = ()
     timeline_split_bytes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -128,7 +145,7 @@ class Report:
             if len(timeline) != len(self.timeline_bytes):
                 raise ValueError(f"{kind} must have one entry per step of the plan, {len(self.timeline_bytes)}.")
         self._convert("search", lambda news: tuple((float(seconds), float(cost)) for seconds, cost in news))
-        for name in ("peak_tensors", "schedule", "notes"):
+        for name in ("implementations", "peak_tensors", "schedule", "notes"):
             self._convert(name, tuple)
 
     def _convert(self, name: str, to) -> None:
@@ -150,7 +167,7 @@ class Report:
     def to_json(self) -> str:
         """The whole report as versioned JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("peak_tensors", "schedule"):
+        for name in ("implementations", "peak_tensors", "schedule"):
             fields[name] = [dataclasses.asdict(row) for row in fields[name]]
         head = {"format": FORMAT, "version": FORMAT_VERSION, "written_by": f"checkmate_tf {__version__}"}
         return json.dumps({**head, **fields}, allow_nan=False)
@@ -178,6 +195,7 @@ class Report:
         if missing:
             raise ValueError(f"a report must have all its fields; this one lacks {', '.join(missing)}.")
         fields = {name: data[name] for name in names}
+        fields["implementations"] = tuple(ImplementationRow(**row) for row in data["implementations"])
         fields["peak_tensors"] = tuple(HeldTensor(**row) for row in data["peak_tensors"])
         fields["schedule"] = tuple(ScheduleRow(**row) for row in data["schedule"])
         return cls(**fields)
@@ -307,9 +325,20 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("gap", None if report.gap is None else f"{100 * report.gap:.2f} %"),
         ("status", report.status + (f" ({report.strategy})" if report.strategy else "")),
         ("phases", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.phases_s.items()) or None),
+        ("equivalents", _equivalents(report.implementations)),
         ("recomputed", _recomputed(report.recomputed)),
     ]
     return [(label, text) for label, text in facts if text is not None]
+
+
+def _equivalents(rows: Iterable[ImplementationRow]) -> str | None:
+    """How often each rule was applied, and bytes of tensors no longer made."""
+    total: dict[str, list[int]] = {}
+    for row in rows:
+        total.setdefault(row.rule, []).append(row.saved_bytes)
+    return (
+        ", ".join(f"{rule} x {len(saved)} ({_bytes(sum(saved))} less written)" for rule, saved in total.items()) or None
+    )
 
 
 def _recomputed(recomputed: Mapping[str, int]) -> str | None:

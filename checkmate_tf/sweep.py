@@ -108,7 +108,7 @@ def _point(planner: Planner, name: str, budget_bytes: int, time_limit_s: float, 
     start = time.perf_counter()
     if budget_bytes < planner.needed_bytes:
         return CurvePoint(name, budget_bytes, status=Status.INFEASIBLE.value)
-    candidate = planner.search(budget_bytes, time_limit_s=time_limit_s, on_progress=on_progress)
+    candidate = planner.find(budget_bytes, time_limit_s=time_limit_s, on_progress=on_progress)
     search_s = time.perf_counter() - start
     if candidate is None:
         return CurvePoint(name, budget_bytes, status=Status.UNKNOWN.value, search_s=search_s)

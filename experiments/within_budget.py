@@ -2,16 +2,18 @@
 
     python experiments/within_budget.py                       # every case, results/within_budget.json
     python experiments/within_budget.py --cases MobileNet --budgets 0.5 --out /tmp/out.json
+    python experiments/within_budget.py --implementations fused        # results/within_budget_fused.json
 
 Each case runs in a process of its own, in which blocks of plain and of planned steps alternate; the
 first step of a block is not measured. Peaks are the allocator's own, everything on the device
 included. Budgets are fractions of the plain step's measured peak, or "min": the smallest budget that
-`checkmate_tf.minimum_budget` names.
+`checkmate_tf.minimum_budget` names, or "all": twice the plain peak, with which nothing is recomputed.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import importlib.metadata
 import json
 import os
@@ -41,15 +43,20 @@ def main() -> int:
     parser.add_argument("--budgets", nargs="+", help='fractions of the plain peak, or "min" (default: per case)')
     parser.add_argument("--steps", type=int, default=5, help="measured steps in a block (default 5)")
     parser.add_argument("--time-limit", type=float, default=40.0, help="seconds of search per budget")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "within_budget.json")
+    parser.add_argument("--implementations", default="exact", choices=["exact", "fused"])
+    parser.add_argument("--out", type=pathlib.Path, help="default: results/within_budget[_fused].json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        print("RESULT " + json.dumps(run_case(args.worker, args.budgets, args.steps, args.time_limit)))
+        rows = run_case(args.worker, args.budgets, args.steps, args.time_limit, args.implementations)
+        print("RESULT " + json.dumps(rows))
         return 0
+    suffix = "" if args.implementations == "exact" else f"_{args.implementations}"
+    args.out = args.out or HERE / "results" / f"within_budget{suffix}.json"
     rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
     for case in args.cases:
-        found = run_worker(case, args.budgets or BUDGETS[case], args.steps, args.time_limit)
+        budgets = args.budgets or [*BUDGETS[case], *(["all"] if args.implementations == "fused" else [])]
+        found = run_worker(case, budgets, args.steps, args.time_limit, args.implementations)
         done = {(row["case"], row["budget"]) for row in found}
         rows = [row for row in rows if (row["case"], row["budget"]) not in done] + found
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -58,10 +65,11 @@ def main() -> int:
     return 0
 
 
-def run_worker(case: str, budgets: list[str], steps: int, time_limit_s: float) -> list[dict]:
+def run_worker(case: str, budgets: list[str], steps: int, time_limit_s: float, implementations: str) -> list[dict]:
     """Runs one case in a fresh process and returns its rows."""
     command = [sys.executable, __file__, "--worker", case, "--steps", str(steps), "--time-limit", str(time_limit_s)]
-    process = subprocess.Popen([*command, "--budgets", *budgets], stdout=subprocess.PIPE, text=True)
+    command += ["--implementations", implementations, "--budgets", *budgets]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     rows = []
     for line in process.stdout:
         if line.startswith("RESULT "):
@@ -73,7 +81,7 @@ def run_worker(case: str, budgets: list[str], steps: int, time_limit_s: float) -
     return rows
 
 
-def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float) -> list[dict]:
+def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float, implementations: str) -> list[dict]:
     """Measures one case at each budget; runs in the worker process."""
     import numpy as np
     import tensorflow as tf
@@ -90,6 +98,7 @@ def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float) -> 
     rows = []
     with tempfile.TemporaryDirectory() as cache_dir:
         options = {"input_spec": spec, "cache_dir": cache_dir, "time_limit_s": time_limit_s}
+        options["implementations"] = implementations
         start = time.perf_counter()
         checkmate_tf.compile(model, 0.5, **options)  # nothing is cached yet
         cold_compile_s = time.perf_counter() - start
@@ -100,9 +109,11 @@ def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float) -> 
         plain_peak = max(plain.peaks[1:])
         for budget in budgets:
             if budget == "min":
-                budget_bytes = checkmate_tf.minimum_budget(model, spec, cache_dir=cache_dir).budget_bytes
+                budget_bytes = checkmate_tf.minimum_budget(
+                    model, spec, implementations=implementations, cache_dir=cache_dir
+                ).budget_bytes
             else:
-                budget_bytes = int(float(budget) * plain_peak)
+                budget_bytes = int((2.0 if budget == "all" else float(budget)) * plain_peak)
             start = time.perf_counter()
             try:
                 checkmate_tf.compile(model, budget_bytes, **options)
@@ -169,6 +180,7 @@ def measure(name, budget, plain_peak, plain, planned, model, steps) -> dict:
         "gap": report.gap,
         "status": report.status,
         "recomputed_ops": sum(report.recomputed.values()),
+        "rules": dict(collections.Counter(row.rule for row in report.implementations)),
         "phases_s": {phase: round(seconds, 2) for phase, seconds in report.phases_s.items()},
         "notes": list(report.notes),
     }
@@ -178,7 +190,7 @@ def settings(args) -> dict:
     """What decided the result beside the code."""
     return {
         "steps_in_a_block": args.steps,
-        "implementations": "exact",
+        "implementations": args.implementations,
         "jit_compile": False,
     }
 

@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "api": {"api", *LIBRARY},
     "": {"api", *LIBRARY},
     "sample_data": set(),
-    "commands": {"", "commands", "sample_data"},
+    "commands": {"", "commands", "core", "sample_data", "solvers"},
     "cli": {"cli", "commands"},
     "__main__": {"cli"},
 }
@@ -70,6 +70,7 @@ PLACES = {
     "keras": {"lowering", "pipeline", "keras", "api", "commands"},
     "ortools": {"solvers"},
     "matplotlib": {"plots"},
+    "networkx": {"baselines"},
     "sklearn": {"sample_data"},
     "PIL": {"sample_data"},
 }
@@ -78,7 +79,7 @@ PLACES = {
 TYPES_ONLY = {("reporting", "matplotlib"), ("tradeoff", "matplotlib")}
 """What a part may name in annotations (under TYPE_CHECKING) although it must not import it."""
 
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "google": "protobuf"}
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "google": "protobuf", "pybind11_abseil": "ortools"}
 
 
 def part_of(path: Path) -> str:

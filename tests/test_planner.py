@@ -1,11 +1,14 @@
 """Plans within budgets that a pretended allocator reports: exact, a share more, a constant more, never enough."""
 
+import contextlib
 import dataclasses
+import time
 
 import numpy as np
 import pytest
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.core.simulate import working_set_bytes
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planner import Planner
@@ -137,7 +140,14 @@ def test_the_unmodified_step_is_simulated_in_the_order_in_which_ops_are_ready():
 
 def test_no_other_strategy_stands_in_for_a_named_one():
     plans = planner(REPORTS["exact"], strategy="checkpoint_all")
-    assert plans.search(int(0.75 * plans.store_all().peak_bytes), time_limit_s=2) is None
+    plain, budget = plans.store_all(), int(0.75 * plans.store_all().peak_bytes)
+    assert plans.find(budget, time_limit_s=2) is None
+    with pytest.raises(NoScheduleFound, match="no schedule within") as caught:
+        plans.plan(budget, time_limit_s=2)
+    assert caught.value.best_peak_bytes >= plain.peak_bytes, "the smallest that the strategy itself has found"
+    with pytest.raises(InfeasibleBudget) as caught:
+        plans.plan(plans.needed_bytes - 1, time_limit_s=2)
+    assert caught.value.minimum_bytes < plain.peak_bytes, "of any strategy"
 
 
 def test_what_every_schedule_needs_is_below_every_plan():
@@ -171,3 +181,26 @@ def test_a_plan_is_replayed_in_other_sizes():
     assert replayed(twice, needed - 1) is None
     other = dataclasses.replace(twice, names=("another", *twice.names[1:]))
     assert replayed(other, needed) is None
+
+
+def test_a_search_in_the_middle_of_training_does_not_look_for_the_smallest_plans(monkeypatch):
+    plans = planner(REPORTS["exact"])
+    monkeypatch.setattr(plans, "_small", lambda *_, **__: pytest.fail("searched for the smallest plans"))
+    assert plans.search(BASE + MIB, time_limit_s=1) is None
+
+
+@pytest.mark.parametrize("share", [0.6, 0.1])
+def test_the_time_limit_holds_for_plans_and_refusals(share):
+    plans = planner(lambda nbytes: nbytes + nbytes // 10)
+    budget = int(share * plans.store_all().peak_bytes)
+    start = time.perf_counter()
+    with contextlib.suppress(InfeasibleBudget, NoScheduleFound):
+        plans.plan(budget, time_limit_s=4)
+    assert time.perf_counter() - start < 4 * 1.1 + 1, "1 s for a busy machine"
+
+
+def test_a_strategy_that_cannot_plan_says_why():
+    """It is not replaced by another one behind the user's back."""
+    sqrt = planner(REPORTS["exact"], strategy="chen_sqrt")
+    with pytest.raises(NoScheduleFound, match='strategy "chen_sqrt" has no plan within the budget: the smallest peak'):
+        sqrt.plan(BASE + working_set_bytes(training_step()), time_limit_s=2)

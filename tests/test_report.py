@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate_tf.reporting import KINDS, HeldTensor, Report, ScheduleRow
+from checkmate_tf.reporting import KINDS, HeldTensor, ImplementationRow, Report, ScheduleRow
 
 MIB = 1024**2
 
@@ -30,6 +30,7 @@ def full_report(**changes) -> Report:
         status="feasible",
         strategy="auto",
         phases_s={"trace": 2.0, "solve": 10.25},
+        implementations=[ImplementationRow("batch_norm", "bn<1>", 30 * MIB)],
         recomputed={"relu": 2, "conv<1>": 1},
         timeline_bytes=np.array([100, 300, 390, 200]) * MIB,
         timeline_split_bytes={

@@ -23,7 +23,7 @@ class Planner:
     def __init__(self, costs, asked=None, *, interrupted_at=None):
         self.costs, self.asked, self.interrupted_at = costs, asked if asked is not None else [], interrupted_at
 
-    def search(self, budget_bytes, *, time_limit_s, on_progress):
+    def find(self, budget_bytes, *, time_limit_s, on_progress):
         if budget_bytes == self.interrupted_at:
             raise KeyboardInterrupt
         self.asked.append(budget_bytes)
@@ -55,7 +55,7 @@ def test_each_budget_gets_a_record():
 
 def test_a_step_that_fits_as_it_is_is_optimal():
     candidate = SimpleNamespace(peak_bytes=90, time_s=1.0, overhead=1.0, solution=None)
-    planner = SimpleNamespace(needed_bytes=0, search=lambda *_, **__: candidate)
+    planner = SimpleNamespace(needed_bytes=0, find=lambda *_, **__: candidate)
     (point,) = run(planner, [95]).points
     assert (point.status, point.lower_bound_s, point.gap) == ("optimal", 1.0, 0.0)
 

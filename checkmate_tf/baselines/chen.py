@@ -1,76 +1,96 @@
-"""Chen's segments on the linearised forward pass.
+"""Chen's strategies for linear networks: segments, recursion, and dropping what is cheap.
 
 The forward pass, in order, is cut into segments. Between the passes only the segments' last
 values (checkpoints) are kept; when the backward pass reaches a segment, its values are recomputed
 from the checkpoint before it, kept while the segment's gradients run, and dropped. What is
-recomputed follows from what is kept ("linearized sqrt(n)" with optimal R in Checkmate's terms).
+recomputed follows from what is kept. A segment's values are held to their last use, or dropped as
+soon as a segment before it is reached: on linear networks that is the same, elsewhere both are tried.
 
 References:
-    Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, section 4.
+    Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, sections 3 and 4.
     Jain et al., Checkmate, MLSys 2020, section 5 and appendix B.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from checkmate_tf.baselines.retention import nested_schedule, restored_states, segment_schedule
+from checkmate_tf.baselines.sweep import SweepSolver, coarse_to_fine
 from checkmate_tf.core.graph import Graph
-from checkmate_tf.core.problem import Options, Solution
-from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, gradient_blocks, mask_of
+from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
+
+_GRID = 6  # limits per factor of two around sqrt(xy), as in Chen's search
 
 
-def segment_schedule(evaluator: Evaluator, checkpoints: Sequence[int], *, drop: bool = False) -> StagedSchedule:
-    """The schedule that keeps `checkpoints` and works back segment by segment.
+def uniform_checkpoints(candidates: Sequence[int], segments: int) -> list[int]:
+    """The ends of `segments` segments with equal numbers of candidates."""
+    ends = {round(len(candidates) * k / segments) - 1 for k in range(1, segments)} - {-1}
+    return [candidates[k] for k in sorted(ends)]
 
-    Args:
-        evaluator: Of the graph to plan.
-        checkpoints: Forward nodes, ascending; each ends a segment. A segment's values are held from
-            the first gradient node that reads one of them to their last use.
-        drop: Hold the values of the lowest segment reached so far only: less memory, and more
-            recomputation where the gradients of two segments alternate.
+
+def byte_checkpoints(graph: Graph, bytes_per_segment: float, candidates: Sequence[int]) -> list[int]:
+    """Ends of segments that are closed at the first candidate where their values exceed `bytes_per_segment`.
+
+    References:
+        Chen et al., algorithm 3.
     """
-    graph = evaluator.graph
-    forward = graph.num_forward
-    ends = [c + 1 for c in checkpoints if c + 1 < forward] + [forward]
-    segment_of = np.searchsorted(ends, np.arange(forward), side="right")
-    starts = [0, *ends[:-1]]
-    segments = [((1 << end) - 1) ^ ((1 << start) - 1) for start, end in zip(starts, ends, strict=True)]
-    kept = mask_of(checkpoints)
-    gradients = (1 << graph.n) - (1 << forward)
-    blocks = gradient_blocks(graph, merge=False)
-    held, may_hold = [0], kept | segments[-1] | gradients
-    lowest = len(segments) - 1
-    for first, _ in blocks[1:]:
-        held.append(may_hold)
-        reached = {int(segment_of[d]) for d in graph.deps[first] if d < forward and not kept >> d & 1}
-        if drop and reached:
-            lowest = min(lowest, *reached)
-            may_hold = kept | segments[lowest] | gradients
-        else:
-            for segment in reached:
-                may_hold |= segments[segment]
-    return evaluator.evaluate(blocks, held)
-
-
-def uniform_checkpoints(graph: Graph, segments: int) -> list[int]:
-    """The ends of `segments` segments of equal number of forward nodes."""
-    forward = graph.num_forward
-    return sorted({round(forward * k / segments) - 1 for k in range(1, segments)} - {-1})
-
-
-def byte_checkpoints(graph: Graph, bytes_per_segment: float) -> list[int]:
-    """Ends of segments that are closed when their values exceed `bytes_per_segment` (Chen's greedy search over b)."""
-    checkpoints, total = [], 0
-    for i in range(graph.num_forward):
-        total += int(graph.out_bytes[i])
+    checkpoints, total, start = [], 0, 0
+    for node in candidates:
+        total += int(graph.out_bytes[start : node + 1].sum())
+        start = node + 1
         if total > bytes_per_segment:
-            checkpoints.append(i)
+            checkpoints.append(node)
             total = 0
     return checkpoints
+
+
+def greedy_limits(graph: Graph, candidates: Sequence[int]) -> list[float]:
+    """Bytes per segment to try, those nearest to sqrt(xy) in front.
+
+    x is what the checkpoints take and y what the largest segment takes when every candidate is
+    checkpointed. Chen tries six limits from sqrt(xy / 2) to sqrt(2 xy); for the curve, the same
+    spacing goes on from the smallest value to all values together.
+    """
+    ends = byte_checkpoints(graph, 0, candidates)
+    sizes = graph.out_bytes[: graph.num_forward]
+    if not ends:
+        return [0.0]
+    x = float(sizes[ends].sum())
+    y = float(np.add.reduceat(sizes, [0, *(end + 1 for end in ends if end + 1 < len(sizes))]).max())
+    centre = math.sqrt(max(x, 1.0) * y)
+    smallest, largest = sizes[sizes > 0].min(), sizes.sum()
+    spacing = 1 / (_GRID - 1)
+    lowest, highest = (math.log2(bound / centre) / spacing for bound in (smallest, largest))
+    steps = np.arange(min(math.floor(lowest) - 1, -_GRID // 2), max(math.ceil(highest) + 1, _GRID // 2)) + 0.5
+    return [centre * 2 ** (step * spacing) for step in sorted(steps, key=abs)]
+
+
+def equal_parts(count: int, parts: int) -> list[int]:
+    """What Chen's recursion stores, for each of `count` states: the bit set of states that it is restored from.
+
+    A run of states is cut into `parts` equal runs, the first states of which are stored, and each of
+    them again, down to single states: memory parts * log(count), one forward pass per level.
+
+    References:
+        Chen et al., section 4.
+    """
+    stored = [0] * count
+    runs = [(0, count, 0)]
+    while runs:
+        first, end, before = runs.pop()
+        if end - first == 1:
+            stored[first] = before | 1 << first
+            continue
+        cuts = [*sorted({first + (end - first) * k // parts for k in range(parts)}), end]
+        for low, high in itertools.pairwise(cuts):
+            before |= 1 << low
+            runs.append((low, high, before))
+    return stored
 
 
 def chen_schedules(evaluator: Evaluator, count: int = 12) -> list[StagedSchedule]:
@@ -78,41 +98,81 @@ def chen_schedules(evaluator: Evaluator, count: int = 12) -> list[StagedSchedule
     graph = evaluator.graph
     if graph.num_forward < 2:
         return []
+    nodes = range(graph.num_forward)
     numbers = np.unique(np.geomspace(1, graph.num_forward, count).round().astype(int))
-    cuts = [uniform_checkpoints(graph, int(k)) for k in numbers]
+    cuts = [uniform_checkpoints(nodes, int(k)) for k in numbers]
     values = graph.out_bytes[: graph.num_forward]
     limits = np.geomspace(max(1.0, values.max() / 4), max(2.0, float(values.sum())), count)
-    cuts += [byte_checkpoints(graph, limit) for limit in limits]
+    cuts += [byte_checkpoints(graph, limit, nodes) for limit in limits]
     return [segment_schedule(evaluator, cut, drop=drop) for cut in cuts for drop in (False, True)]
 
 
-class ChenSqrtSolver(Solver):
-    """sqrt(n) segments of equal length; where they miss the budget, the cheapest number that meets it."""
+class ChenSqrtSolver(SweepSolver):
+    """sqrt(n) segments of equal length: a single schedule."""
 
     name = "chen_sqrt"
+    linear_only = True
 
-    def __init__(self, graph: Graph):
-        super().__init__(graph)
-        self._evaluator = Evaluator(graph)
-        self._pools: dict[bool, Pool] = {}
+    def schedules(self, evaluator: Evaluator) -> Iterator[StagedSchedule]:
+        """See SweepSolver."""
+        candidates = self.candidates()
+        segments = max(1, round(math.sqrt(len(candidates))))
+        yield from _both(evaluator, uniform_checkpoints(candidates, segments))
 
-    def solve(self, budget_bytes: int, options: Options) -> Solution:
-        """UNKNOWN when no number of segments fits."""
-        clock = Clock(options.time_limit_s)
-        recorder = Recorder(self._pool(sweep=False), budget_bytes, clock, options)
-        if recorder.best is None:
-            recorder = Recorder(self._pool(sweep=True), budget_bytes, clock, options)
-        clock.phase("segments")
-        return self._solution(recorder, clock)
 
-    def _pool(self, *, sweep: bool) -> Pool:
-        """sqrt(n) segments alone, or every number of segments."""
-        if sweep not in self._pools:
-            forward = self.graph.num_forward
-            root = max(1, round(math.sqrt(forward)))
-            pool = self._pools[sweep] = Pool()
-            for segments in range(1, forward + 1) if sweep else (root,):
-                cuts = uniform_checkpoints(self.graph, segments)
-                for drop in (False, True):
-                    pool.add(segment_schedule(self._evaluator, cuts, drop=drop))
-        return self._pools[sweep]
+class ChenGreedySolver(SweepSolver):
+    """Segments of at least b bytes; b is searched for on a grid around sqrt(xy)."""
+
+    name = "chen_greedy"
+    linear_only = True
+
+    def schedules(self, evaluator: Evaluator) -> Iterator[StagedSchedule]:
+        """See SweepSolver."""
+        candidates, seen = self.candidates(), set()
+        for limit in greedy_limits(self.graph, candidates):
+            checkpoints = tuple(byte_checkpoints(self.graph, limit, candidates))
+            if checkpoints not in seen:
+                seen.add(checkpoints)
+                yield from _both(evaluator, checkpoints)
+
+
+class ChenRecursiveSolver(SweepSolver):
+    """Segments within segments: log(n) memory for n log(n) computation. The knob is the number of parts."""
+
+    name = "chen_recursive"
+    linear_only = True
+
+    def schedules(self, evaluator: Evaluator) -> Iterator[StagedSchedule]:
+        """See SweepSolver."""
+        candidates = self.candidates()
+        count = restored_states(self.graph, candidates)
+        for parts in coarse_to_fine(range(2, max(3, count + 1))):
+            yield nested_schedule(evaluator, candidates, equal_parts(count, parts))
+
+
+class DropCheapSolver(SweepSolver):
+    """Keeps the values that are dear to compute, such as those of convolutions, and drops the cheap ones.
+
+    A graph has costs rather than op types: a value is dear whose computation takes at least a given
+    time per byte. Of convolutions and matrix products that is high, of normalizations and activations
+    low. The knob is that time.
+    """
+
+    name = "drop_cheap"
+    linear_only = True
+
+    def schedules(self, evaluator: Evaluator) -> Iterator[StagedSchedule]:
+        """See SweepSolver."""
+        forward = self.graph.num_forward
+        with np.errstate(divide="ignore", invalid="ignore"):
+            density = self.graph.cost[:forward] / self.graph.out_bytes[:forward]
+        density[self.graph.out_bytes[:forward] == 0] = np.inf
+        limits = np.unique(density)
+        for k in coarse_to_fine(range(len(limits))):
+            yield from _both(evaluator, np.flatnonzero(density >= limits[k]).tolist())
+
+
+def _both(evaluator: Evaluator, checkpoints: Sequence[int]) -> Iterator[StagedSchedule]:
+    """Segments that are held to the last use of their values, and segments that are dropped."""
+    for drop in (False, True):
+        yield segment_schedule(evaluator, checkpoints, drop=drop)

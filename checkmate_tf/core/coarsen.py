@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from checkmate_tf.core.graph import Graph
+from checkmate_tf.core.grouping import LargeValues, group_ops
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.errors import GraphError
 
@@ -161,9 +162,9 @@ def _earliest_first(waits: list[set[int]]) -> list[int]:
 def coarsen(graph: OpGraph, costs: Costs, *, small_bytes: int, fixed_bytes: int) -> Coarse:
     """Makes a planning graph of the ops that matter for memory.
 
-    A node is an op that allocates at least `small_bytes`, or a gradient op that reads such storage.
-    Forward chains in which each op takes over its predecessor's storage become one node. Values
-    below `small_bytes` are kept, and what they can hold at once is counted in the fixed bytes; the
+    An op matters if it allocates at least `small_bytes`, or is a gradient op that reads such storage.
+    Ops between which there is nothing to decide become one node (`grouping`). Values below
+    `small_bytes` are kept, and what they can hold at once is counted in the fixed bytes; the
     cost of all other ops is carried by the last node, which every schedule runs once.
 
     The nodes hold at least what the ops hold, but for what they do not see: forward ops that read
@@ -176,40 +177,25 @@ def coarsen(graph: OpGraph, costs: Costs, *, small_bytes: int, fixed_bytes: int)
         fixed_bytes: Bytes held throughout the step.
     """
     owned = graph.owned_bytes
-    big_out = np.where(owned >= small_bytes, owned, 0)
-    out_bytes = np.zeros(graph.n, dtype=np.int64)
-    np.add.at(out_bytes, graph.producer, big_out)
-    producer = graph.producer.tolist()
-    reads = [tuple(producer[t] for t in inputs if big_out[t]) for inputs in graph.storage_inputs]
-    is_alias = graph.is_alias
-    members = [
-        op for op in range(graph.n) if not is_alias[op] and (out_bytes[op] > 0 or (graph.is_gradient[op] and reads[op]))
-    ]
-    users: dict[int, list[int]] = {op: [] for op in members}
-    for op in range(graph.n):
-        if not is_alias[op]:
-            for dep in reads[op]:
-                users[dep].append(op)
-    results = {producer[graph.storage[t]] for t in graph.results if big_out[graph.storage[t]]}
-    for op in results:
-        users[op].append(graph.n)  # read when the step ends
-    groups = _takeover_chains(graph, members, users, out_bytes)
+    results = {int(graph.producer[graph.storage[t]]) for t in graph.results if owned[graph.storage[t]] >= small_bytes}
+    large = _large_values(graph, small_bytes, results)
+    grouped = group_ops(large, costs)
+    groups = tuple(group.ops for group in grouped)
     node_of = {op: k for k, group in enumerate(groups) for op in group}
-    needed_until = _needed_until(graph, members, users)
     time_s = costs.time_s
     cost = np.array([time_s[list(group)].sum() for group in groups])
     if len(groups):
         cost[-1] += time_s.sum() - cost.sum()
-    edges = {(node_of[d], k) for k, group in enumerate(groups) for op in group for d in reads[op]}
+    edges = {(node_of[d], k) for k, group in enumerate(groups) for op in group for d in large.reads[op]}
     edges |= {(node_of[op], len(groups) - 1) for op in results}  # the last node holds what the step returns
-    small = _small_bytes_held(graph, members, np.where(owned < small_bytes, owned, 0))
+    small = _small_bytes_held(graph, large.members, np.where(owned < small_bytes, owned, 0))
     return Coarse(
         graph=Graph.build(
             cost=cost.clip(min=0.0),
-            out_bytes=[out_bytes[group[-1]] for group in groups],
+            out_bytes=[large.out_bytes[group[-1]] for group in groups],
             edges=sorted((a, b) for a, b in edges if a != b),
             names=[graph.names[group[-1]] for group in groups],
-            workspace_bytes=[_workspace(graph, costs, group, needed_until, out_bytes) for group in groups],
+            workspace_bytes=[group.workspace_bytes for group in grouped],
             is_gradient=[graph.is_gradient[group[-1]] for group in groups],
             recomputable=[not graph.once[list(group)].any() for group in groups],
             fixed_bytes=fixed_bytes + small,
@@ -219,7 +205,29 @@ def coarsen(graph: OpGraph, costs: Costs, *, small_bytes: int, fixed_bytes: int)
     )
 
 
-def _small_bytes_held(graph: OpGraph, members: list[int], small: np.ndarray) -> int:
+def _large_values(graph: OpGraph, small_bytes: int, results: set[int]) -> LargeValues:
+    owned = graph.owned_bytes
+    big_out = np.where(owned >= small_bytes, owned, 0)
+    out_bytes = np.zeros(graph.n, dtype=np.int64)
+    np.add.at(out_bytes, graph.producer, big_out)
+    producer = graph.producer.tolist()
+    reads = tuple(tuple(producer[t] for t in inputs if big_out[t]) for inputs in graph.storage_inputs)
+    members = tuple(
+        op
+        for op in range(graph.n)
+        if not graph.is_alias[op] and (out_bytes[op] > 0 or (graph.is_gradient[op] and reads[op]))
+    )
+    users: dict[int, list[int]] = {op: [] for op in members}
+    for op in range(graph.n):
+        if not graph.is_alias[op]:
+            for dep in reads[op]:
+                users[dep].append(op)
+    for op in results:
+        users[op].append(graph.n)
+    return LargeValues(graph, members, reads, users, out_bytes)
+
+
+def _small_bytes_held(graph: OpGraph, members: Sequence[int], small: np.ndarray) -> int:
     """Most bytes of small values at once: to the end where a node may read them again, else to their last reader."""
     again = {op for op in members if not graph.once[op]}
     until = graph.producer.copy()
@@ -230,55 +238,3 @@ def _small_bytes_held(graph: OpGraph, members: list[int], small: np.ndarray) -> 
     np.add.at(change, graph.producer, small)
     np.add.at(change, until + 1, -small)
     return int(change.cumsum().max(initial=0))
-
-
-def _takeover_chains(graph, members, users, out_bytes) -> tuple[tuple[int, ...], ...]:
-    """Groups successive forward ops where each is the only reader of the one before and takes over its storage."""
-    chains: list[list[int]] = []
-    for op in members:
-        before = chains[-1][-1] if chains else None
-        if before is not None and users[before] == [op] and _joins(graph, op, before, out_bytes):
-            chains[-1].append(op)
-        else:
-            chains.append([op])
-    return tuple(tuple(chain) for chain in chains)
-
-
-def _joins(graph, op: int, before: int, out_bytes) -> bool:
-    """Whether a forward op takes over all storage of another, however the step is scheduled."""
-    if graph.is_gradient[op] or graph.is_gradient[before] or graph.once[before]:
-        return False
-    return before in _takes_over(graph, op, out_bytes)
-
-
-def _takes_over(graph, op: int, out_bytes) -> set[int]:
-    """The ops whose storage an op takes over where that dies there: of the same size, and read just once."""
-    if not graph.takeover[op]:
-        return set()
-    owned, own = graph.owned_bytes, graph.owned_bytes[graph.outputs[op][0]]
-    read = [int(graph.storage[t]) for t in graph.inputs[op]]
-    taken = {int(graph.storage[t]) for t in graph.takeover[op]}
-    makers = {int(graph.producer[t]) for t in taken if owned[t] == own and read.count(t) == 1}
-    return {maker for maker in makers if out_bytes[maker] == own}
-
-
-def _needed_until(graph, members, users) -> dict[int, int]:
-    """For each node op, the last op of any schedule that reads its value: itself, or through a recomputation."""
-    nodes = set(members)
-    until: dict[int, int] = {}
-    for op in reversed(members):
-        until[op] = max(
-            (max(u, until[u]) if u in nodes and not graph.is_gradient[u] else u for u in users[op]), default=op
-        )
-    return until
-
-
-def _workspace(graph, costs, group, needed_until, out_bytes) -> int:
-    """Most extra bytes of any op of a node; less what a gradient op takes over from a value that dies for good."""
-    first = group[0]
-    workspace = [int(costs.workspace_bytes[op]) for op in group]
-    if graph.is_gradient[first]:
-        dying = {op for op in _takes_over(graph, first, out_bytes) if needed_until.get(op) == first}
-        if dying:
-            workspace[0] -= int(graph.owned_bytes[graph.outputs[first][0]])
-    return max(workspace)

@@ -133,3 +133,34 @@ class Graph:
     def total_cost(self) -> float:
         """Cost of running every node once."""
         return float(self.cost.sum())
+
+    @cached_property
+    def store_all_peak_bytes(self) -> int:
+        """Most bytes in use when every node runs once and values are held to their last use; with fixed_bytes."""
+        last_use = np.array([max(users, default=i) for i, users in enumerate(self.users)], np.int64)
+        change = np.zeros(self.n + 1, np.int64)
+        change[: self.n] += self.out_bytes
+        np.add.at(change, last_use + 1, -self.out_bytes)
+        in_use = np.cumsum(change)[: self.n] + self.workspace_bytes
+        return self.fixed_bytes + max(0, int(in_use.max(initial=0)))
+
+
+def permuted(graph: Graph, order: Sequence[int]) -> Graph:
+    """The same graph with nodes renumbered so that node k is the former node order[k].
+
+    Raises:
+        GraphError: The order is not topological, or does not keep forward nodes first.
+    """
+    order = np.asarray(order, dtype=np.int64)
+    rank = np.empty(graph.n, dtype=np.int64)
+    rank[order] = np.arange(graph.n)
+    return Graph.build(
+        graph.cost[order],
+        graph.out_bytes[order],
+        [(int(rank[dep]), int(rank[node])) for node, deps in enumerate(graph.deps) for dep in deps],
+        names=[graph.names[node] for node in order],
+        workspace_bytes=graph.workspace_bytes[order],
+        is_gradient=graph.is_gradient[order],
+        recomputable=graph.recomputable[order],
+        fixed_bytes=graph.fixed_bytes,
+    )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.core.settle import settled
 from checkmate_tf.errors import GraphError
 
 
@@ -39,7 +40,7 @@ def permute(graph: OpGraph, costs: Costs, order: Sequence[int]) -> tuple[OpGraph
     return permuted, Costs(costs.time_s[order], costs.workspace_bytes[order])
 
 
-def low_peak_order(graph: OpGraph, *, delay_gradients: bool) -> list[int]:
+def low_peak_order(graph: OpGraph, *, settle: bool) -> list[int]:
     """An order that runs each update right after its gradient.
 
     Forward ops come first, in their original order. Among gradient ops, those that lead to one
@@ -48,9 +49,9 @@ def low_peak_order(graph: OpGraph, *, delay_gradients: bool) -> list[int]:
 
     Args:
         graph: The step, in its original order.
-        delay_gradients: Also move gradient ops that allocate at least as much as they free (Tile,
-            RealDiv) to just before their first consumer. Lowers the minimum budget; not always
-            better at loose budgets.
+        settle: Also move gradient ops that hold no less when they wait (Tile, RealDiv) to just
+            before their first reader, and those that free more than they make to right behind what
+            they read. Lowers the minimum budget; not always better at loose budgets.
     """
     leads_to_one_update = _leads_to_one_update(graph)
 
@@ -64,12 +65,13 @@ def low_peak_order(graph: OpGraph, *, delay_gradients: bool) -> list[int]:
         return (1, 0 if leads_to_one_update[op] else 1, op)
 
     order = _topological(graph, range(graph.n), priority)
-    if not delay_gradients:
+    if not settle:
         return order
     num_forward = int(np.count_nonzero(~graph.is_gradient))
-    forward, backward = order[:num_forward], order[num_forward:]
-    keys = _delayed_keys(graph, backward, leads_to_one_update)
-    return forward + _topological(graph, backward, lambda op: keys[op])
+    paired = {*graph.pairs, *graph.pairs.values()}
+    movable = ~(leads_to_one_update | graph.once)
+    movable[list(paired)] = False
+    return order[:num_forward] + settled(graph, order[num_forward:], movable)
 
 
 def ready_order(graph: OpGraph) -> list[int]:
@@ -140,30 +142,3 @@ def _leads_to_one_update(graph: OpGraph) -> np.ndarray:
         if reached:
             target[op] = reached.pop() if len(reached) == 1 else many
     return np.array([t >= 0 for t in target]) & graph.is_gradient
-
-
-def _delayed_keys(graph: OpGraph, backward: Sequence[int], keep: np.ndarray) -> dict[int, float]:
-    """Sort keys of the backward ops: their position, or just before the first consumer where waiting frees memory."""
-    keys = {op: float(k) for k, op in enumerate(backward)}
-    users: dict[int, list[int]] = {op: [] for op in backward}
-    last_reader: dict[int, int] = {}
-    for op in backward:
-        for dep in graph.deps[op]:
-            if dep in users:
-                users[dep].append(op)
-        for owner in graph.storage_inputs[op]:
-            last_reader[owner] = op
-    owned, out_bytes, is_alias = graph.owned_bytes, graph.op_out_bytes, graph.is_alias
-    waiting: dict[int, int] = {}
-    for op in reversed(backward):
-        if keep[op] or graph.once[op] or op in graph.pairs or not users[op]:
-            continue
-        freed = sum(int(owned[t]) for t in graph.storage_inputs[op] if last_reader[t] == op)
-        if not is_alias[op] and (out_bytes[op] == 0 or out_bytes[op] < freed):
-            continue
-        first = min(users[op], key=keys.__getitem__)
-        rank = waiting[first] = waiting.get(first, 0) + 1
-        key = keys[first] - 1e-4 * (0.5 + rank / 1000.0)
-        if keys[op] < key - 1.0:
-            keys[op] = key
-    return keys

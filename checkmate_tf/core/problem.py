@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 
 from checkmate_tf.core.graph import Graph
-from checkmate_tf.core.schedule import Schedule
+from checkmate_tf.core.schedule import Schedule, SequenceSchedule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -16,6 +18,40 @@ class Problem:
 
     graph: Graph
     budget_bytes: int
+
+
+class Stop:
+    """Asks a running search to end soon with the best that it has; from another thread."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._asked = False
+        self._actions: list[Callable[[], None]] = []
+
+    @property
+    def asked(self) -> bool:
+        """Whether the search should end."""
+        return self._asked
+
+    def ask(self) -> None:
+        """Ends the search and what it waits for."""
+        with self._lock:
+            self._asked = True
+            for action in self._actions:
+                action()
+
+    @contextlib.contextmanager
+    def calling(self, action: Callable[[], None]) -> Iterator[None]:
+        """Calls `action` when the search is to end while the context is open, or has to already."""
+        with self._lock:
+            self._actions.append(action)
+            if self._asked:
+                action()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._actions.remove(action)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +64,20 @@ class Options:
         seed: Same seed, same machine, no time limit hit: same schedule.
         workers: Threads or processes at most.
         hint: A schedule to start from, feasible or not.
+        keep_order: Nodes run for the first time in the graph's order. Off, strategies that can may
+            reorder.
         on_progress: Called with (seconds, cost or None, bound or None) at each improvement.
+        stop: Ends the search when it is asked to, as the time limit does.
     """
 
     time_limit_s: float = 60.0
     gap: float = 1e-4
     seed: int = 0
     workers: int = 2
-    hint: Schedule | None = None
+    hint: Schedule | SequenceSchedule | None = None
+    keep_order: bool = False
     on_progress: Callable[[float, float | None, float | None], None] | None = None
+    stop: Stop | None = None
 
 
 class Status(enum.Enum):
@@ -58,17 +99,19 @@ class Solution:
         cost: Sum of costs of all computations of `schedule`, in the graph's unit.
         peak_bytes: Peak of `schedule` (fixed bytes included), as core.simulate counts it.
         bound: Proven lower bound on the cost of any schedule of the model `bound_of`; None if there is none.
-        bound_of: "checkmate" (any frontier-advancing schedule), "forward-once" (each forward node
-            once in the forward pass, gradient nodes once), or "forward-once, restricted" with what
-            else was restricted, or "" without a bound.
+        bound_of: "any order" (any sequence at all), "checkmate" (any frontier-advancing schedule),
+            "forward-once" (each forward node once in the forward pass, gradient nodes once), or one
+            of the last two, "restricted", with what else was restricted; where the status is
+            INFEASIBLE, the model proven to have no schedule; else "".
         strategy: Name in the registry.
         phases_s: Seconds per phase.
         history: (seconds, cost) of each incumbent.
         bounds: (seconds, bound) of each bound that was better than those before.
+        reason: Why there is no schedule, where the strategy can say; else empty.
     """
 
     status: Status
-    schedule: Schedule | None
+    schedule: Schedule | SequenceSchedule | None
     cost: float
     peak_bytes: int
     bound: float | None
@@ -77,6 +120,7 @@ class Solution:
     phases_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     history: tuple[tuple[float, float], ...] = ()
     bounds: tuple[tuple[float, float], ...] = ()
+    reason: str = ""
 
     @property
     def gap(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Schedules: the matrices R (computed in a stage) and S (held into a stage), and sequences."""
+"""Schedules: the matrices R (computed in a stage) and S (held into a stage), and plain sequences."""
 
 from __future__ import annotations
 
@@ -39,9 +39,67 @@ class Schedule:
         """Node indices in order of execution: the row scan of R (Algorithm 1)."""
         return np.nonzero(self.R)[1]
 
+    def keeps_order(self, graph: Graph) -> bool:  # noqa: ARG002 - other schedules need it
+        """Whether nodes run for the first time in the graph's order: always."""
+        return True
+
     def cost(self, graph: Graph) -> float:
         """Sum of the costs of all computations."""
         return float(self.R.sum(axis=0) @ graph.cost)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SequenceSchedule:
+    """A schedule in an order of its own: what the matrices R and S cannot always say.
+
+    Nodes may run for the first time in any topological order, and be recomputed in any order and any
+    number of times in between.
+
+    Attributes:
+        nodes: int64 (runs,). Node indices in order of execution.
+    """
+
+    nodes: np.ndarray
+
+    def __post_init__(self):
+        self.nodes.flags.writeable = False
+
+    def sequence(self) -> np.ndarray:
+        """Node indices in order of execution."""
+        return self.nodes
+
+    def cost(self, graph: Graph) -> float:
+        """Sum of the costs of all computations."""
+        return float(graph.cost[self.nodes].sum())
+
+    def keeps_order(self, graph: Graph) -> bool:
+        """Whether the first runs are in the graph's order, as those of every `Schedule` are."""
+        return np.array_equal(first_runs(self.nodes), np.arange(graph.n))
+
+
+def first_runs(sequence: Sequence[int]) -> np.ndarray:
+    """int64 (n,). The nodes of a sequence in the order in which they run for the first time."""
+    nodes = np.asarray(sequence, dtype=np.int64)
+    return nodes[np.sort(np.unique(nodes, return_index=True)[1])]
+
+
+def retained_by_sequence(graph: Graph, sequence: Sequence[int]) -> np.ndarray:
+    """bool (n, n). S of a sequence that keeps the order: what it holds into the stage of each node's first run.
+
+    Raises:
+        GraphError: Nodes run for the first time in another order.
+    """
+    if not SequenceSchedule(np.array(sequence)).keeps_order(graph):
+        raise GraphError("only a sequence that keeps the graph's order has stages; this one runs nodes in another.")
+    S = np.zeros((graph.n, graph.n), dtype=bool)
+    made = np.zeros(graph.n, dtype=np.int64)  # stage of the latest run
+    stage = 0
+    for node in sequence:
+        for dep in graph.deps[node]:
+            S[made[dep] + 1 : stage + 1, dep] = True
+        made[node] = stage
+        stage += node == stage
+    return S
 
 
 def schedule_for_retained(graph: Graph, retained: np.ndarray) -> Schedule:

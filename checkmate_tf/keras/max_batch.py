@@ -90,12 +90,10 @@ class _Finder:
         """The largest size, to within `TOLERANCE`, whose scaled step has a plan."""
         self.budget_bytes = profiled.budget_bytes()
         profiled.make_room(self.budget_bytes - profiled.base_bytes)
-        other = profiled.op_graph_at(batch.with_rows(batch.spec_of(data), 2 * self._rows))
-        scaling = BatchScaling.between(
-            profiled.profile.op_graph, profiled.profile.costs, self._rows, other, 2 * self._rows
-        )
-        scaled = _Scaled(profiled, scaling)
-        self._plain_rows = largest_exactly(lambda size: scaled.plain_fits(size, self.budget_bytes), self._rows)
+        scaled = self._scaled(profiled, data)
+        unmodified = profiled.unmodified()
+        plain = scaled if unmodified is profiled else self._scaled(unmodified, data)
+        self._plain_rows = largest_exactly(lambda size: plain.plain_fits(size, self.budget_bytes), self._rows)
         self._most_rows = largest_exactly(lambda size: scaled.may_fit(size, self.budget_bytes), self._rows)
         if self._most_rows == 0:
             return 0
@@ -115,12 +113,18 @@ class _Finder:
 
         return largest_that(fits, below=self._most_rows + 1, guess=max(1, int(guess)))
 
+    def _scaled(self, profiled: ProfiledStep, data) -> _Scaled:
+        other = profiled.op_graph_at(batch.with_rows(batch.spec_of(data), 2 * self._rows))
+        step = profiled.profile
+        scaling = BatchScaling.between(step.op_graph, step.costs, self._rows, other, 2 * self._rows)
+        return _Scaled(profiled, scaling)
+
     def confirm(self, profiled: ProfiledStep, data, *, measure: bool) -> bool:
         """Whether the step traced and profiled at this size has a plan."""
         size = batch.rows(data)
 
         def plan(progress) -> Candidate | None:
-            return profiled.planner.search(
+            return profiled.planner.find(
                 self.budget_bytes, time_limit_s=self._settings.time_limit_s, on_progress=progress
             )
 
@@ -227,7 +231,7 @@ class _Scaled:
         planner = self._profiled.planner_for(
             self._profiled.settings.strategy, op_graph, costs, more_bytes=self._more_bytes(size)
         )
-        return planner.search(budget_bytes, time_limit_s=self._profiled.settings.time_limit_s, on_progress=on_progress)
+        return planner.find(budget_bytes, time_limit_s=self._profiled.settings.time_limit_s, on_progress=on_progress)
 
     def replay(self, candidate: Candidate, size: int, budget_bytes: int) -> Candidate | None:
         """A plan of another size, if it keeps the budget at this one."""

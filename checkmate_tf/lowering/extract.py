@@ -11,6 +11,7 @@ import tensorflow as tf
 from tensorflow.python.eager import wrap_function
 
 from checkmate_tf.core.opgraph import OpGraph
+from checkmate_tf.lowering import device
 from checkmate_tf.lowering.trace import TracedStep
 
 # Ops whose outputs are their inputs' storage under another name.
@@ -20,6 +21,9 @@ _ALIASES = frozenset(
 # Ops whose outputs live longer than the step: the batch, variables, the kernel's own constant.
 _PERSISTENT = frozenset({"Placeholder", "ReadVariableOp", "Const"})
 _NO_STORAGE = frozenset({tf.resource, tf.variant, tf.string})
+# Elements of the last output, which TensorFlow knows only when the op runs on a CPU: with a ReLU, oneDNN keeps a bit
+# per element of the first, and TensorFlow a number per byte of that.
+_RESERVED = {"FusedBatchNormV3": lambda _: 0, "_FusedBatchNormEx": lambda elements: -(-elements // 8)}
 _EMPTY_LISTS = frozenset({"EmptyTensorList", "TensorListReserve"})
 _READS_ONLY = frozenset({"ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
 
@@ -44,7 +48,11 @@ class ExtractedStep:
 def extract(traced: TracedStep) -> ExtractedStep:
     """Imports the simplified graph and describes it as an OpGraph."""
     graph = wrap_function.wrap_function(lambda: tf.graph_util.import_graph_def(traced.graph_def, name=""), []).graph
-    ops = _original_order(graph.get_operations(), traced.function.graph)
+    on_cpu = "CPU" in device.name_of(traced.function.variables)
+    for op in graph.get_operations():
+        if op.type in _RESERVED and on_cpu:
+            op.outputs[-1].set_shape([_RESERVED[op.type](op.outputs[0].shape.num_elements())])
+    ops = _original_order(graph.get_operations(), traced)
     number = {op.name: k for k, op in enumerate(ops)}
     tensors = [t for op in ops for t in op.outputs]
     tensor_number = {t.name: k for k, t in enumerate(tensors)}
@@ -76,17 +84,19 @@ def extract(traced: TracedStep) -> ExtractedStep:
     return ExtractedStep(traced, graph, op_graph, unsized)
 
 
-def _original_order(ops: Sequence[tf.Operation], original: tf.Graph) -> list[tf.Operation]:
+def _original_order(ops: Sequence[tf.Operation], traced: TracedStep) -> list[tf.Operation]:
     """Ops by creation in the traced step; an op that Grappler made goes right behind what it depends on.
 
     Import order is topological but not creation order, and only creation order has the whole
-    forward pass before the backward pass.
+    forward pass before the backward pass. Constants come first: Grappler makes one of equal ones, and
+    where the one it keeps was created late, all ops that read it would be late.
     """
-    created = {op.name: k for k, op in enumerate(original.get_operations())}
+    created = {op.name: k for k, op in enumerate(traced.function.graph.get_operations())}
+    created |= {name: created[other] for name, other in traced.stands_in.items()}
     place: dict[str, tuple[float, int]] = {}
     for k, op in enumerate(ops):
         before = [place[d.name][0] for d in _dependencies(op)]
-        own = created.get(op.name)
+        own = 0 if op.type == "Const" else created.get(op.name)
         latest = max(before, default=0.0)
         place[op.name] = (latest if own is None else max(float(own), latest), k)
     return sorted(ops, key=lambda op: place[op.name])

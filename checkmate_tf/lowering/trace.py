@@ -1,9 +1,9 @@
-"""Traces a training step into one graph and lets Grappler simplify it once, offline."""
+"""Traces a training step into one graph, replaces what has a leaner equivalent, and lets Grappler simplify it once."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
@@ -11,6 +11,12 @@ from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config
 from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.training import saver
 
+from checkmate_tf.lowering import device
+from checkmate_tf.lowering.calls import read_before_calls
+from checkmate_tf.lowering.implementations.rewrite import Fired, rewrite
+from checkmate_tf.lowering.implementations.rule import Rule
+
+_NOT_INFERRED = frozenset({"PartitionedCall", "Placeholder", "ReadVariableOp", "StatefulPartitionedCall"})
 _LOWER = "_lower_using_switch_merge"  # the runtime expands this loop or branch in the caller's graph
 
 
@@ -22,10 +28,14 @@ class TracedStep:
         function: The concrete function of the unmodified step.
         graph_def: Its graph as Grappler left it. Inputs, outputs and control outputs of
             `function.graph` are still there by name.
+        stands_in: Name of each op that a rule made -> name of the op of `function.graph` whose place it takes.
+        fired: The rules that were applied.
     """
 
     function: tf.types.experimental.ConcreteFunction
     graph_def: graph_pb2.GraphDef
+    stands_in: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    fired: tuple[Fired, ...] = ()
 
     @property
     def feeds(self) -> list[str]:
@@ -43,24 +53,33 @@ class TracedStep:
         return [op.name for op in self.function.graph.control_outputs]
 
 
-def trace(step: Callable, *args_spec) -> TracedStep:
+def trace(step: Callable, *args_spec, rules: Sequence[Rule] = ()) -> TracedStep:
     """Traces `step` for one batch signature and simplifies its graph.
+
+    Rules are applied to the graph as it was traced: there patterns look as Keras and the gradient tape
+    write them, whereas Grappler merges and reorders their ops in ways that depend on their surroundings.
 
     Args:
         step: A Python training step.
         *args_spec: Its arguments as (nested) tf.TensorSpec with static shapes.
+        rules: Equivalents to put in place.
 
     Returns:
         The step, with every shape known that TensorFlow can infer.
     """
     function = tf.function(step, jit_compile=False).get_concrete_function(*args_spec)
-    return TracedStep(function, _simplify(function))
-
-
-def _simplify(function) -> graph_pb2.GraphDef:
-    """Runs Grappler on the original graph (on a planned one its rewrites would make cycles)."""
+    if not rules:
+        return TracedStep(function, _simplify(function, function.graph.as_graph_def()))
     graph = function.graph
-    graph_def = graph.as_graph_def()
+    kept = [op.name for op in [*(t.op for t in [*graph.inputs, *graph.outputs]), *graph.control_outputs]]
+    rewritten = rewrite(graph, kept, rules, on_cpu="CPU" in device.name_of(function.variables))
+    return TracedStep(function, _simplify(function, rewritten.graph_def), rewritten.stands_in, rewritten.fired)
+
+
+def _simplify(function, graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
+    """Runs Grappler on an unplanned graph (on a planned one its rewrites would make cycles)."""
+    graph = function.graph
+    read_shapes = read_before_calls(graph_def, graph)
     bodies = {body.signature.name: body for body in graph_def.library.function}
     lowered = _take_lowering_marks(graph_def)
     meta_graph = saver.export_meta_graph(graph_def=graph_def, graph=graph)
@@ -69,9 +88,9 @@ def _simplify(function) -> graph_pb2.GraphDef:
     keep.node_list.value.extend(op.name for op in graph.control_outputs)
     meta_graph.collection_def["train_op"].CopyFrom(keep)
     config = config_pb2.ConfigProto()
-    rewrite = config.graph_options.rewrite_options
-    rewrite.min_graph_nodes = -1
-    rewrite.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
+    rewrites = config.graph_options.rewrite_options
+    rewrites.min_graph_nodes = -1
+    rewrites.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
     simplified = tf_optimizer.OptimizeGraph(config, meta_graph)
     for node in simplified.node:
         if node.name in lowered:
@@ -79,7 +98,7 @@ def _simplify(function) -> graph_pb2.GraphDef:
     for body in simplified.library.function:  # TensorFlow knows these by name, and takes no second version
         if body.signature.name in bodies:
             body.CopyFrom(bodies[body.signature.name])
-    _keep_read_shapes(simplified, graph)
+    _keep_shapes(simplified, {**_shapes_not_inferred(graph), **{name: [shape] for name, shape in read_shapes.items()}})
     return simplified
 
 
@@ -92,12 +111,15 @@ def _take_lowering_marks(graph_def: graph_pb2.GraphDef) -> set[str]:
     return marked
 
 
-def _keep_read_shapes(graph_def: graph_pb2.GraphDef, original: tf.Graph) -> None:
-    """Restores the shapes that the import would lose: those of variable reads and placeholders."""
-    ops = {op.name: op for op in original.get_operations()}
+def _shapes_not_inferred(graph: tf.Graph) -> dict[str, list]:
+    """Shapes of the outputs of ops whose shapes an import cannot infer, by op name."""
+    ops = (op for op in graph.get_operations() if op.type in _NOT_INFERRED)
+    return {op.name: [tensor.shape.as_proto() for tensor in op.outputs] for op in ops}
+
+
+def _keep_shapes(graph_def: graph_pb2.GraphDef, shapes: Mapping[str, list]) -> None:
+    """Writes shapes where the import takes them from."""
     for node in graph_def.node:
-        op = ops.get(node.name)
-        if node.op in ("ReadVariableOp", "Placeholder") and op is not None and op.type == node.op:
+        if node.op in _NOT_INFERRED and node.name in shapes:
             del node.attr["_output_shapes"].list.shape[:]
-            for tensor in op.outputs:
-                node.attr["_output_shapes"].list.shape.add().CopyFrom(tensor.shape.as_proto())
+            node.attr["_output_shapes"].list.shape.extend(shapes[node.name])

@@ -1,58 +1,104 @@
-"""The default strategy: stages, and the exact program for what is small enough."""
+"""The default strategy: a portfolio, by size and structure.
+
+Graphs with a backward pass: stages, Checkmate's own program for what is small enough, then a short
+annealing from the best schedule, which may also reorder. Other graphs have no order worth keeping:
+annealing first, then stages in the order it found. The best schedule seen is what counts, and the
+bound is the one that holds for its kind.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
-from checkmate_tf.core.problem import Options, Solution, Status
-from checkmate_tf.solvers.base import Clock, Recorder
+from checkmate_tf.core.graph import Graph, permuted
+from checkmate_tf.core.problem import Options, Solution
+from checkmate_tf.core.schedule import SequenceSchedule, first_runs
+from checkmate_tf.solvers.base import Clock, Pool, Recorder
+from checkmate_tf.solvers.course import Course
+from checkmate_tf.solvers.local_search import ALL_PASSES, ANY_ORDER, REFINING_PASSES, LocalSearchSolver
 from checkmate_tf.solvers.milp import solve_exactly
+from checkmate_tf.solvers.sequenced import SequencedSchedule
+from checkmate_tf.solvers.staged import StagedSchedule
 from checkmate_tf.solvers.stages import StagesSolver
 
 _EXACT_NODES = 40
 _EXACT_LIMIT_S = 10.0
+_IN_ORDER_SHARE = 0.7  # of the time limit, before annealing
+_ANNEAL_SHARE = 0.8  # of the time limit, for annealing first
+_CLOSE = 1e-3  # a gap that is worth one pass of refining
+_PROVEN = 1e-6
 
 
 class AutoSolver(StagesSolver):
-    """Stages; graphs of a few dozen nodes are then given to Checkmate's own program, from the best schedule."""
+    """Picks and combines strategies; see the module."""
 
     name = "auto"
 
+    def __init__(self, graph: Graph):
+        super().__init__(graph)
+        self._local_search = LocalSearchSolver(graph)
+
     def solve(self, budget_bytes: int, options: Options) -> Solution:
-        """See Solver.solve. INFEASIBLE is proven for all schedules on small graphs, else for forward-once ones."""
-        clock = Clock(options.time_limit_s)
-        if self.graph.n > _EXACT_NODES:
-            return super().solve(budget_bytes, options)
-        first = super().solve(budget_bytes, dataclasses.replace(options, time_limit_s=0.5 * options.time_limit_s))
-        if first.bound_of == "checkmate":
-            return first
-        limit = min(options.time_limit_s, clock.elapsed_s + _EXACT_LIMIT_S)
-        exact = Clock(limit - clock.elapsed_s)
-        recorder = Recorder(self.pool, budget_bytes, exact, options)
+        """See Solver.solve.
+
+        INFEASIBLE is proven for the graph's order (for small graphs of all schedules, else of forward-once
+        ones); for graphs without a backward pass, whose order may change, for any order.
+        """
+        course = Course(options)
+        if self.graph.is_gradient.any() or options.keep_order:
+            self._in_order(budget_bytes, course, _IN_ORDER_SHARE)
+            settled = course.closed() or course.infeasible()
+            if not (settled if options.keep_order else self._least_cost(course)):
+                self._refine(budget_bytes, course)
+            infeasible = course.infeasible()
+        else:
+            course.take(self._local_search.solve(budget_bytes, course.next_options(_ANNEAL_SHARE)))
+            infeasible = course.infeasible(ANY_ORDER)
+            if not (infeasible or self._least_cost(course)):
+                self._in_found_order(budget_bytes, course)
+        return course.solution(self.name, infeasible=infeasible)
+
+    def front(self) -> tuple[StagedSchedule | SequencedSchedule, ...]:
+        """See Solver.front."""
+        both = Pool()
+        for schedule in (*self.pool.front(), *self._local_search.front()):
+            both.add(schedule)
+        return both.front()
+
+    def _least_cost(self, course: Course) -> bool:
+        """Whether nothing is recomputed, so that no order can be better."""
+        return course.cost <= self.graph.total_cost * (1 + _PROVEN)
+
+    def _refine(self, budget_bytes: int, course: Course) -> None:
+        """Anneals from the best schedule, or from the smallest while none is within the budget."""
+        found = course.schedule is not None
+        start = course.schedule if found else self.pool.smallest().to_schedule(self.graph)
+        options = dataclasses.replace(course.next_options(1.0), hint=start)
+        passes = REFINING_PASSES if found else ALL_PASSES
+        stalled = 1 if course.closed(_CLOSE) else len(passes)
+        course.take(self._local_search.search(budget_bytes, options, passes, stalled))
+
+    def _in_order(self, budget_bytes: int, course: Course, share: float) -> None:
+        """Stages, and Checkmate's own program on what is small enough."""
+        exact = self.graph.n <= _EXACT_NODES
+        found = super().solve(budget_bytes, course.next_options(0.5 * share if exact else share))
+        course.take(found)
+        if not exact or found.bound_of == "checkmate":
+            return
+        options = course.next_options(share)
+        clock = Clock(min(_EXACT_LIMIT_S, options.time_limit_s))
+        recorder = Recorder(self.pool, budget_bytes, clock, options)
         status = solve_exactly(self.evaluator, budget_bytes, recorder, options)
-        exact.phase("exact")
-        found = self._solution(recorder, exact, status=status, bound_of="checkmate")
-        began_s = clock.elapsed_s - exact.elapsed_s
-        both = dataclasses.replace(
-            found,
-            phases_s={**first.phases_s, **found.phases_s},
-            history=first.history
-            + tuple(
-                (began_s + seconds, cost)
-                for seconds, cost in found.history
-                if not first.history or cost < first.history[-1][1]
-            ),
-            bounds=tuple((began_s + seconds, bound) for seconds, bound in found.bounds),
-        )
-        if status is Status.OPTIMAL or first.bound is None:
-            return both
-        if status is Status.INFEASIBLE and both.schedule is None:
-            return both
-        proven = both.schedule is not None and both.cost <= first.bound * (1 + 1e-6)
-        return dataclasses.replace(
-            both,
-            status=Status.OPTIMAL if proven else both.status,
-            bound=first.bound,
-            bound_of=first.bound_of,
-            bounds=first.bounds,
-        )
+        clock.phase("exact")
+        course.take(self._solution(recorder, clock, status=status, bound_of="checkmate"))
+
+    def _in_found_order(self, budget_bytes: int, course: Course) -> None:
+        """Stages on the graph in the order of the best schedule; the bounds are for that order alone."""
+        best = course.schedule
+        if best is None or best.keeps_order(self.graph):
+            self._in_order(budget_bytes, course, 1.0)
+            return
+        order = first_runs(best.sequence())
+        found = StagesSolver(permuted(self.graph, order)).solve(budget_bytes, course.next_options(1.0))
+        schedule = None if found.schedule is None else SequenceSchedule(order[found.schedule.sequence()])
+        course.take(dataclasses.replace(found, schedule=schedule, bound=None, bound_of="", bounds=()))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from checkmate_tf.core.graph import Graph
-from checkmate_tf.core.problem import Options, Solution, Status
+from checkmate_tf.core.problem import Options, Solution, Status, Stop
 from checkmate_tf.solvers.staged import StagedSchedule
 
 
@@ -19,6 +19,7 @@ class Clock:
         self._start = time.perf_counter()
         self._lap = self._start
         self.time_limit_s = time_limit_s
+        self.stop: Stop | None = None
         self.phases_s: dict[str, float] = {}
 
     @property
@@ -27,8 +28,15 @@ class Clock:
         return time.perf_counter() - self._start
 
     @property
+    def stopped(self) -> bool:
+        """The search was asked to end."""
+        return self.stop is not None and self.stop.asked
+
+    @property
     def left_s(self) -> float:
-        """Seconds to the limit, not below zero."""
+        """Seconds to the limit, not below zero; none once the search is asked to end."""
+        if self.stopped:
+            return 0.0
         return max(0.0, self.time_limit_s - self.elapsed_s)
 
     def phase(self, name: str) -> None:
@@ -83,6 +91,7 @@ class Recorder:
         self._pool = pool
         self._budget_bytes = budget_bytes
         self.clock = clock
+        clock.stop = options.stop
         self._report: Callable | None = options.on_progress
         self._lock = threading.Lock()
         self.history: list[tuple[float, float]] = []
@@ -165,6 +174,7 @@ class Solver(abc.ABC):
         *,
         status: Status | None = None,
         bound_of: str = "",
+        reason: str = "",
     ) -> Solution:
         """Packs the incumbent; without one the status is UNKNOWN unless told otherwise."""
         best = recorder.best
@@ -180,9 +190,10 @@ class Solver(abc.ABC):
             cost=best.cost if best is not None else float("nan"),
             peak_bytes=best.peak_bytes if best is not None else 0,
             bound=recorder.bound,
-            bound_of=bound_of if recorder.bound is not None else "",
+            bound_of=bound_of if recorder.bound is not None or status is Status.INFEASIBLE else "",
             strategy=self.name,
             phases_s=dict(clock.phases_s),
             history=tuple(recorder.history),
             bounds=tuple(recorder.bounds),
+            reason=reason,
         )

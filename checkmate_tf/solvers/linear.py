@@ -6,13 +6,18 @@ way and under a second when its protocol buffer is filled from arrays.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import enum
+import logging
 
 import numpy as np
 
+from checkmate_tf.core.problem import Stop
 from checkmate_tf.solvers.engines import (
+    PySolveInterrupter,
+    StatusNotOk,
     callback_pb2,
     mathopt,
     model_parameters_pb2,
@@ -22,6 +27,8 @@ from checkmate_tf.solvers.engines import (
     result_pb2,
     solution_pb2,
 )
+
+_LOG = logging.getLogger(__name__)
 
 ONE = -1  # code of the constant 1 in place of a column index
 ZERO = -2  # code of the constant 0
@@ -99,6 +106,19 @@ class SparseRows:
     def times(self, x: np.ndarray) -> np.ndarray:
         """A x."""
         return np.bincount(self.row, weights=self.value * x[self.column], minlength=self.num_rows)
+
+
+def stack_rows(parts: list[SparseRows], num_columns: int) -> SparseRows:
+    """All rows of `parts`, in order."""
+    offsets = np.cumsum([0] + [p.num_rows for p in parts])
+    return SparseRows(
+        np.concatenate([p.row + o for p, o in zip(parts, offsets[:-1], strict=True)]),
+        np.concatenate([p.column for p in parts]),
+        np.concatenate([p.value for p in parts]),
+        np.concatenate([p.lower for p in parts]),
+        np.concatenate([p.upper for p in parts]),
+        num_columns,
+    )
 
 
 class Engine(enum.Enum):
@@ -215,8 +235,9 @@ class Session:
         cost: np.ndarray | None = None,
         lower: np.ndarray | None = None,
         upper: np.ndarray | None = None,
+        row_upper: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> None:
-        """Replaces the whole cost vector or the bounds of all columns."""
+        """Replaces the whole cost vector, the bounds of all columns, or upper bounds of (rows, values)."""
         update = model_update_pb2.ModelUpdateProto()
         ids = np.arange(self._size)
         if cost is not None:
@@ -225,24 +246,42 @@ class Session:
             _fill(update.variable_updates.lower_bounds, ids, lower)
         if upper is not None:
             _fill(update.variable_updates.upper_bounds, ids, upper)
+        if row_upper is not None:
+            _fill(update.linear_constraint_updates.upper_bounds, *row_upper)
         if not self._session.update(update):
             raise RuntimeError(f"{self._engine.name} refused an update of bounds and costs.")
 
-    def solve(self, parameters: parameters_pb2.SolveParametersProto, basis: Basis | None = None) -> Answer:
-        """Runs the engine, from `basis` if given, else from the last one."""
+    def solve(
+        self,
+        parameters: parameters_pb2.SolveParametersProto,
+        basis: Basis | None = None,
+        stop: Stop | None = None,
+    ) -> Answer:
+        """Runs the engine, from `basis` if given, else from the last one, until `stop` is asked."""
         start = model_parameters_pb2.ModelSolveParametersProto()
         if basis is not None:
             _fill(start.initial_basis.variable_status, np.arange(len(basis.columns)), basis.columns)
             _fill(start.initial_basis.constraint_status, np.arange(len(basis.rows)), basis.rows)
-        result = self._session.solve(
-            parameters,
-            start,
-            None,
-            callback_pb2.CallbackRegistrationProto(),
-            None,
-            None,
-        )
+        with _interrupter(stop) as interrupter:
+            try:
+                result = self._session.solve(
+                    parameters, start, None, callback_pb2.CallbackRegistrationProto(), None, interrupter
+                )
+            except StatusNotOk as error:  # numerical trouble
+                _LOG.debug("%s failed: %s", self._engine.name, str(error)[:200])
+                return Answer(Outcome.NOTHING, None, float("inf"), float("-inf"), 0.0)
         return _answer(result, self._size)
+
+
+@contextlib.contextmanager
+def _interrupter(stop: Stop | None):
+    """What ends GLOP when `stop` is asked, or None. SCIP cannot be ended that way; its limits are short."""
+    if stop is None:
+        yield None
+        return
+    interrupter = PySolveInterrupter()
+    with stop.calling(interrupter.interrupt):
+        yield interrupter
 
 
 def _answer(result: result_pb2.SolveResultProto, size: int) -> Answer:

@@ -67,7 +67,7 @@ def solve_exactly(evaluator: Evaluator, budget_bytes: int, recorder: Recorder, o
     Returns:
         OPTIMAL, INFEASIBLE (both proven for the full model), FEASIBLE or UNKNOWN.
     """
-    program = _Program(evaluator, budget_bytes)
+    program = Program(evaluator, budget_bytes)
     if recorder.best is not None:
         program.hint(recorder.best)
     solver = cp_model.CpSolver()
@@ -88,7 +88,7 @@ def solve_exactly(evaluator: Evaluator, budget_bytes: int, recorder: Recorder, o
 
 
 class _Offer(cp_model.CpSolverSolutionCallback):
-    def __init__(self, program: _Program, evaluator: Evaluator, recorder: Recorder):
+    def __init__(self, program: Program, evaluator: Evaluator, recorder: Recorder):
         super().__init__()
         self._program, self._evaluator, self._recorder = program, evaluator, recorder
 
@@ -97,7 +97,7 @@ class _Offer(cp_model.CpSolverSolutionCallback):
         self._recorder.offer(self._evaluator.evaluate(node_blocks(self._evaluator.graph.n), held))
 
 
-class _Program:
+class Program:
     """The program's variables and constraints.
 
     Attributes:

@@ -10,11 +10,11 @@ import dataclasses
 
 import numpy as np
 
-from checkmate_tf.solvers.linear import LinearModel, SparseRows
+from checkmate_tf.solvers.linear import LinearModel, SparseRows, stack_rows
 from checkmate_tf.solvers.stage_model import StageModel
 
 _TOLERANCE = 1e-9
-_COST_WEIGHT = 0.02  # of the cost beside the overflow, both relative to their totals
+_COST_WEIGHT = 0.002  # of the cost beside the overflow, both relative to their totals
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,20 +80,8 @@ def build_neighborhood(
         memory = _with_overflow(memory)
         cost, integer = np.append(cost * _COST_WEIGHT, 1.0), np.append(integer, False)
         upper, start = np.append(upper, overflow + _TOLERANCE), np.append(start, overflow)
-    program = LinearModel(_stack([logic, memory], len(cost)), cost, np.zeros(len(cost)), upper, integer)
+    program = LinearModel(stack_rows([logic, memory], len(cost)), cost, np.zeros(len(cost)), upper, integer)
     return Neighborhood(program, index, incumbent, start)
-
-
-def _stack(parts: list[SparseRows], num_columns: int) -> SparseRows:
-    offsets = np.cumsum([0] + [p.num_rows for p in parts])
-    return SparseRows(
-        np.concatenate([p.row + o for p, o in zip(parts, offsets[:-1], strict=True)]),
-        np.concatenate([p.column for p in parts]),
-        np.concatenate([p.value for p in parts]),
-        np.concatenate([p.lower for p in parts]),
-        np.concatenate([p.upper for p in parts]),
-        num_columns,
-    )
 
 
 def _free_logic(rows: SparseRows, incumbent: np.ndarray, free: np.ndarray, new: np.ndarray) -> SparseRows:

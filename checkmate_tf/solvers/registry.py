@@ -12,8 +12,21 @@ _STRATEGIES = {
     "auto": ("checkmate_tf.solvers.auto", "AutoSolver"),
     "stages": ("checkmate_tf.solvers.stages", "StagesSolver"),
     "milp": ("checkmate_tf.solvers.milp", "MilpSolver"),
-    "chen_sqrt": ("checkmate_tf.baselines.chen", "ChenSqrtSolver"),
+    "intervals": ("checkmate_tf.solvers.intervals", "IntervalsSolver"),
+    "lp_rounding": ("checkmate_tf.solvers.lp_rounding", "LpRoundingSolver"),
+    "lp_rounding_random": ("checkmate_tf.solvers.lp_rounding", "RandomLpRoundingSolver"),
+    "local_search": ("checkmate_tf.solvers.local_search", "LocalSearchSolver"),
     "checkpoint_all": ("checkmate_tf.baselines.checkpoint_all", "CheckpointAllSolver"),
+    "chen_sqrt": ("checkmate_tf.baselines.chen", "ChenSqrtSolver"),
+    "chen_greedy": ("checkmate_tf.baselines.chen", "ChenGreedySolver"),
+    "chen_recursive": ("checkmate_tf.baselines.chen", "ChenRecursiveSolver"),
+    "drop_cheap": ("checkmate_tf.baselines.chen", "DropCheapSolver"),
+    "griewank": ("checkmate_tf.baselines.griewank", "GriewankSolver"),
+    "ap_sqrt": ("checkmate_tf.baselines.articulation", "ApSqrtSolver"),
+    "ap_greedy": ("checkmate_tf.baselines.articulation", "ApGreedySolver"),
+    "ap_griewank": ("checkmate_tf.baselines.articulation", "ApGriewankSolver"),
+    "linearized_sqrt": ("checkmate_tf.baselines.linearized", "LinearizedSqrtSolver"),
+    "linearized_greedy": ("checkmate_tf.baselines.linearized", "LinearizedGreedySolver"),
 }
 
 

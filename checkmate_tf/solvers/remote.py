@@ -70,7 +70,7 @@ class RemoteSolver:
             CheckmateError: The process died or hangs.
         """
         solution, self._front = self._ask(
-            ("solve", int(budget_bytes), dataclasses.replace(options, on_progress=None)),
+            ("solve", int(budget_bytes), dataclasses.replace(options, on_progress=None, stop=None)),
             options.time_limit_s,
             options.on_progress,
         )

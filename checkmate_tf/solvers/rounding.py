@@ -6,7 +6,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -16,13 +16,16 @@ from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
 THRESHOLDS = (1e-4, *np.linspace(0.03, 0.97, 20).tolist(), 0.9999)
 
 
-def round_relaxation(model: StageModel, evaluator: Evaluator, x: np.ndarray) -> Iterator[StagedSchedule]:
+def round_relaxation(
+    model: StageModel, evaluator: Evaluator, x: np.ndarray, within: Sequence[int] | None = None
+) -> Iterator[StagedSchedule]:
     """Schedules that hold what has S >= threshold, for many thresholds, with the cheapest R for each.
 
     Args:
         model: The stage model.
         evaluator: Of the same graph.
         x: Fractional decisions (columns,).
+        within: Per stage, the nodes that may be recomputed in it. None: any.
     """
     seen: set[tuple[int, ...]] = set()
     for threshold in THRESHOLDS:
@@ -30,4 +33,4 @@ def round_relaxation(model: StageModel, evaluator: Evaluator, x: np.ndarray) -> 
         key = tuple(held)
         if key not in seen:
             seen.add(key)
-            yield evaluator.evaluate(model.scope.blocks, held)
+            yield evaluator.evaluate(model.scope.blocks, held, within)

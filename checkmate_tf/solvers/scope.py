@@ -19,6 +19,9 @@ class Restrictions:
         window: Recompute only within this many hops above what a stage's block reads; None: anywhere.
         merge: Gradient nodes that read no forward value share the stage before them.
         nostore: Never hold a value whose only user is a forward node with at most its bytes.
+        used_at_once: Recompute only what the stage uses, nothing just to hand it on. It holds for bounds and
+            guides; the search does not keep to it.
+        most_stages: Runs of gradient nodes share a stage, so that there are at most so many; None: they do not.
         forward_once: Recompute forward nodes in the backward pass only, gradient nodes never; off,
             every node has a stage and any node may be recomputed (Checkmate's own model).
     """
@@ -26,6 +29,8 @@ class Restrictions:
     window: int | None = None
     merge: bool = False
     nostore: bool = False
+    used_at_once: bool = False
+    most_stages: int | None = None
     forward_once: bool = True
 
     def model_name(self) -> str:
@@ -34,6 +39,8 @@ class Restrictions:
         parts = [f"window {self.window}"] if self.window is not None else []
         parts += ["merged stages"] if self.merge else []
         parts += ["nostore"] if self.nostore else []
+        parts += ["used at once"] if self.used_at_once else []
+        parts += [f"{self.most_stages} stages"] if self.most_stages is not None else []
         return f"{base}, restricted ({', '.join(parts)})" if parts else base
 
 
@@ -68,7 +75,7 @@ class Scope:
 def build_scope(graph: Graph, restrictions: Restrictions) -> Scope:
     """Finds what can be recomputed and used in each stage."""
     if restrictions.forward_once:
-        blocks = gradient_blocks(graph, merge=restrictions.merge)
+        blocks = gradient_blocks(graph, merge=restrictions.merge, most=restrictions.most_stages)
         recomputable = graph.recomputable & ~graph.is_gradient
     else:
         blocks = node_blocks(graph.n)

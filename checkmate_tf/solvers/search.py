@@ -33,11 +33,14 @@ _LOG = logging.getLogger(__name__)
 
 _ENGINE = Engine.SCIP  # CP-SAT needs ten times as long for these programs; HiGHS is as fast but takes no start
 _ROUND_LIMIT_S = 4.0
-_STALLED_ROUNDS = 12
-_STALLED_ROUNDS_CLOSE = 4  # where the gap is below _CLOSE
+_ROUND_SHARE = 0.12  # of the time limit
+_GAP, _ELASTIC_GAP = 1e-5, 1e-4  # of the store-all cost; while the budget is exceeded, of all bytes
+_STALLED_ROUNDS = 9
+_STALLED_ROUNDS_CLOSE = 7  # where the gap is below _CLOSE
 _CLOSE = 2e-3
 _PROGRESS = 5e-5  # of the cost; a round that gains less counts as stalled
-_KINDS = ("guided", "guided", "guided", "relaxed", "nodes", "stages")
+_GUIDED = "guided"
+_OTHERS = ("relaxed", "nodes", "stages")
 
 
 @dataclasses.dataclass
@@ -54,10 +57,10 @@ class _Sizes:
     stages: float = 0.12
     distance: float = 0.1
 
-    def adapt(self, kind: str, outcome: Outcome, seconds: float) -> None:
-        """Grows what was solved quickly, shrinks what was not solved."""
+    def adapt(self, kind: str, outcome: Outcome, share: float) -> None:
+        """Grows what was solved in a small share of its time, shrinks what was not solved."""
         solved = outcome in (Outcome.OPTIMAL, Outcome.INFEASIBLE)
-        factor = (1.25 if seconds < 0.3 * _ROUND_LIMIT_S else 1.0) if solved else 0.75
+        factor = (1.25 if share < 0.3 else 1.0) if solved else 0.75
         if kind == "nodes":
             self.nodes = min(1.0, max(0.02, self.nodes * factor))
         elif kind == "stages":
@@ -107,10 +110,17 @@ class Search:
         self._random = np.random.default_rng(options.seed)
         self._sizes = _Sizes()
         self._noise_s = 0.0
+        self._round_limit_s = min(_ROUND_LIMIT_S, _ROUND_SHARE * options.time_limit_s)
         self._current: StagedSchedule | None = None
 
     def run(
-        self, candidates: Iterable[StagedSchedule], *, until_fits: bool = False, stop_s: float = math.inf
+        self,
+        candidates: Iterable[StagedSchedule],
+        *,
+        until_fits: bool = False,
+        stop_s: float = math.inf,
+        workers: int = 0,
+        patience: float = 1.0,
     ) -> StagedSchedule | None:
         """Searches until the gap is closed, time is up or rounds stop paying.
 
@@ -118,16 +128,18 @@ class Search:
             candidates: Schedules to start from; the best that the model can express is taken.
             until_fits: Stop at the first schedule within the budget.
             stop_s: Seconds on the recorder's clock at which to stop once a schedule is within the budget.
+            workers: Threads; 0 for what the options allow.
+            patience: How many times as many rounds may not pay before the search ends.
         """
         expressed = [s for s in map(self._express, candidates) if s is not None]
         if not expressed:
             return None
         self._current = min(expressed, key=self._key)
         self._recorder.offer(self._current)
-        stalled, workers = 0, max(1, min(2, self._options.workers))
+        stalled, workers = 0, max(1, min(2, workers or self._options.workers))
         with concurrent.futures.ThreadPoolExecutor(workers) as threads:
             while not self._done(until_fits, stop_s) and self._clock.left_s > 0.05:
-                if stalled >= (_STALLED_ROUNDS_CLOSE if self._recorder.gap() < _CLOSE else _STALLED_ROUNDS):
+                if stalled >= patience * (_STALLED_ROUNDS_CLOSE if self._recorder.gap() < _CLOSE else _STALLED_ROUNDS):
                     break
                 stalled = 0 if self._round(threads, workers) else stalled + 1
         return self._current
@@ -153,68 +165,84 @@ class Search:
     def _round(self, threads: concurrent.futures.Executor, workers: int) -> bool:
         """One neighborhood per worker from one incumbent; True when that made progress."""
         x = self._model.encode(self._current)
-        drawn = [self._draw(x) for _ in range(workers)]
-        futures = [threads.submit(self._solve, kind, free, x) for kind, free in drawn if free is not None]
+        random = [np.random.default_rng(seed) for seed in self._random.integers(1 << 32, size=workers)]
+        drawn = zip(self._kinds(workers), random, strict=True)
+        futures = [threads.submit(self._improve, kind, x, own) for kind, own in drawn]
         before = self._key(self._current)
-        for future in futures:
-            result = future.result()
-            self._sizes.adapt(result.kind, result.outcome, result.seconds)
+        for result in [future.result() for future in futures]:
+            self._sizes.adapt(result.kind, result.outcome, result.seconds / self._round_limit_s)
             if result.found is not None and self._key(result.found) <= self._key(self._current):
                 self._current = result.found
                 self._recorder.offer(result.found)
         after = self._key(self._current)
         return after[0] < before[0] or (after[0] == before[0] and before[1] - after[1] > _PROGRESS * before[1])
 
-    def _draw(self, x: np.ndarray) -> tuple[str, np.ndarray | None]:
-        """A kind of neighborhood and the decisions that it leaves free."""
-        kind = str(self._random.choice(_KINDS))
-        if self._relaxed_x is None and kind in ("guided", "relaxed"):
-            kind = "stages"
-        if kind == "nodes":
-            return kind, self._window(self._model.node_of, self._model.graph.num_forward, self._sizes.nodes)
-        if kind == "stages":
-            return kind, self._stage_window()
-        target = self._relaxed_x if kind == "relaxed" else self._guide(x)
-        if target is None:
-            return kind, None
-        free = np.abs(target - x) > self._sizes.distance * self._random.random() + 1e-3
-        return kind, free | (self._random.random(len(x)) < 0.03)
+    def _kinds(self, workers: int) -> list[str]:
+        """Kinds of neighborhoods for one round: one is guided, as the relaxation serves one at a time."""
+        kinds = [str(kind) for kind in self._random.choice(_OTHERS, workers)]
+        if self._relaxed_x is None:
+            return [kind if kind != "relaxed" else "stages" for kind in kinds]
+        if workers > 1 or self._random.random() < 0.5:
+            kinds[0] = _GUIDED
+        return kinds
 
-    def _window(self, position: np.ndarray, count: int, share: float) -> np.ndarray:
+    def _improve(self, kind: str, x: np.ndarray, random: np.random.Generator) -> _Round:
+        """Draws a neighborhood of the decisions `x` and solves it."""
+        began = time.perf_counter()
+        free = self._free(kind, x, random)
+        drawn_s = time.perf_counter() - began
+        if free is None:
+            _LOG.debug("%.1f s: %s, no guide in %.2f s", self._clock.elapsed_s, kind, drawn_s)
+            return _Round(kind, None, Outcome.INFEASIBLE, math.inf)
+        return self._solve(kind, free, x)
+
+    def _free(self, kind: str, x: np.ndarray, random: np.random.Generator) -> np.ndarray | None:
+        """The decisions that a neighborhood leaves free; None where the relaxation has no solution."""
+        if kind == "nodes":
+            return self._window(self._model.node_of, self._model.graph.num_forward, self._sizes.nodes, random)
+        if kind == "stages":
+            return self._stage_window(random)
+        target = self._relaxed_x if kind == "relaxed" else self._guide(x, random)
+        if target is None:
+            return None
+        free = np.abs(target - x) > self._sizes.distance * random.random() + 1e-3
+        return free | (random.random(len(x)) < 0.03)
+
+    def _window(self, position: np.ndarray, count: int, share: float, random: np.random.Generator) -> np.ndarray:
         width = max(4, int(share * count))
-        first = int(self._random.integers(-width // 2, max(1, count - width // 2)))
+        first = int(random.integers(-width // 2, max(1, count - width // 2)))
         return (position >= first) & (position < first + width)
 
-    def _stage_window(self) -> np.ndarray:
+    def _stage_window(self, random: np.random.Generator) -> np.ndarray:
         """A run of stages; around the peak while the budget is exceeded."""
         stage_of = self._model.stage_of
         if self._current.peak_bytes <= self._budget_bytes:
-            return self._window(stage_of, self._model.scope.num_stages, self._sizes.stages)
+            return self._window(stage_of, self._model.scope.num_stages, self._sizes.stages, random)
         width = max(4, int(self._sizes.stages * self._model.scope.num_stages))
-        first = self._current.peak_stage - int(self._random.integers(width))
+        first = self._current.peak_stage - int(random.integers(width))
         return (stage_of >= first) & (stage_of < first + width)
 
-    def _guide(self, x: np.ndarray) -> np.ndarray | None:
+    def _guide(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray | None:
         """The relaxation with one half of the nodes or stages fixed, or with costs that vary by node.
 
         Fixing keeps the last basis dual feasible and takes little time; other costs do not.
         """
         model, budget, cost, fixed = self._model, self._budget_bytes, None, None
         fits = self._current.peak_bytes <= budget
-        noisy = self._random.random() < 0.25 and self._noise_s < 1.0
+        noisy = random.random() < 0.25 and self._noise_s < 1.0
         if noisy or not fits:
-            budget *= 1 - self._random.choice([0, 0.03, 0.08])
+            budget *= 1 - random.choice([0, 0.03, 0.08])
         if noisy:
-            noise = 1 + 0.4 * np.clip(self._random.standard_normal(model.graph.n), -2, 2)
+            noise = 1 + 0.4 * np.clip(random.standard_normal(model.graph.n), -2, 2)
             cost = model.cost * noise[model.node_of]
         elif fits:
-            by_node = self._random.random() < 0.5
+            by_node = random.random() < 0.5
             position = model.node_of if by_node else model.stage_of
             count = model.graph.num_forward if by_node else model.scope.num_stages
-            outside = np.nonzero(~self._window(position, count, 0.5))[0]
-            fixed = (outside, x[outside])
+            fixed = ~self._window(position, count, 0.5, random), x
         began = time.perf_counter()
-        relaxed = self._relaxation.solve(budget, min(_ROUND_LIMIT_S, self._clock.left_s), cost=cost, fixed=fixed)
+        limit_s = min(self._round_limit_s, self._clock.left_s)
+        relaxed = self._relaxation.solve(budget, limit_s, cost=cost, fixed=fixed, stop=self._clock.stop)
         if noisy:
             self._noise_s = time.perf_counter() - began
         return relaxed.x
@@ -226,15 +254,16 @@ class Search:
         near = build_neighborhood(self._model, x, free, self._budget_bytes, elastic=elastic)
         if not len(near.free):
             return _Round(kind, None, Outcome.INFEASIBLE, 0.0)
-        limit = min(_ROUND_LIMIT_S, self._clock.left_s)
-        answer = solve_once(_ENGINE, near.program, mip_parameters(_ENGINE, limit, absolute_gap=1e-5), near.start)
+        limit = min(self._round_limit_s, self._clock.left_s)
+        parameters = mip_parameters(_ENGINE, limit, absolute_gap=_ELASTIC_GAP if elastic else _GAP)
+        answer = solve_once(_ENGINE, near.program, parameters, near.start)
         found = None
         if answer.x is not None:
             held = self._model.held_masks(near.decisions(answer.x))
             found = self._evaluator.evaluate(self._model.scope.blocks, held, self._within)
         seconds = time.perf_counter() - began
         _LOG.debug(
-            "%.1f s: %s, %d free, %d rows, %s in %.2f s, cost %.5f",
+            "%.1f s: %s, %d free, %d rows, %s in %.2f s, cost %.5f, %.6f of the budget",
             self._clock.elapsed_s,
             kind,
             len(near.free),
@@ -242,5 +271,6 @@ class Search:
             answer.outcome.value,
             seconds,
             found.cost / self._model.graph.total_cost if found else float("nan"),
+            found.peak_bytes / self._budget_bytes if found else float("nan"),
         )
         return _Round(kind, found, answer.outcome, seconds)

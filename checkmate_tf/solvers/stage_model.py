@@ -11,6 +11,7 @@ Per stage t and value i that is still useful:
     (3)   A[t,i,p+1] <= A[t,i,p]        with A[t,i,0] = P[t,i] and A[t,i,last] = S[t+1,i]
     (4)   V[q] = V[q-1] + (M + W) R(q) - W R(q-1) - sum over values i read at q-1 of M_i (A[t,i,p] - A[t,i,p+1])
     (5)   V[q] <= B                     at each computation q, in order
+    (6)   R[t,i] <= sum of R[t,u] over users u in the stage, unless the block reads i (optional)
 
 Uses by the block itself make A = 1 before them. Liveness is exact without Checkmate's FREE
 variables and products, and without big constants.
@@ -37,6 +38,7 @@ from checkmate_tf.solvers.linear import (
     LinearModel,
     Rows,
     SparseRows,
+    stack_rows,
 )
 from checkmate_tf.solvers.scope import Restrictions, Scope, build_scope
 from checkmate_tf.solvers.staged import StagedSchedule, masks_from_rows, rows_from_masks
@@ -53,6 +55,7 @@ class StageModel:
         held: int (T + 1, n). Code of S[t,i]: a column, ONE or ZERO.
         present: int (T, n). Code of P[t,i].
         logic: Rows (1) to (3).
+        cuts: Rows (6) where the restrictions ask for them; the relaxation's alone, as a neighborhood has no need.
         memory: Rows of (4) over the model's columns: row q gives V[q] - V[q-1] - memory_constant[q], in
             units of `unit_bytes`.
         memory_constant: float (Q,).
@@ -70,6 +73,7 @@ class StageModel:
     held: np.ndarray
     present: np.ndarray
     logic: SparseRows
+    cuts: SparseRows
     memory: SparseRows
     memory_constant: np.ndarray
     cost: np.ndarray
@@ -91,32 +95,28 @@ class StageModel:
         """Computations whose memory is counted: columns V of `linear_model`."""
         return len(self.memory_constant)
 
+    @property
+    def num_rows_before_cuts(self) -> int:
+        """Rows of `linear_model` before the cuts."""
+        return self.logic.num_rows + self.num_places
+
     def within(self) -> list[int]:
         """Per stage, the nodes that may be recomputed, as bit sets."""
         return masks_from_rows(self.scope.again)
 
-    def linear_model(self, budget_bytes: float) -> LinearModel:
-        """The whole program; columns V follow the decisions."""
+    def linear_model(self, budget_bytes: float, *, cut: bool = True) -> LinearModel:
+        """The whole program; columns V follow the decisions. Cuts are its last rows, unless they are left out."""
         columns, places = self.num_columns, self.num_places
         q = np.arange(places)
-        row = np.concatenate(
-            [
-                self.logic.row,
-                self.memory.row + self.logic.num_rows,
-                q + self.logic.num_rows,
-                q[1:] + self.logic.num_rows,
-            ]
-        )
-        column = np.concatenate([self.logic.column, self.memory.column, q + columns, q[:-1] + columns])
-        value = np.concatenate([self.logic.value, -self.memory.value, np.ones(places), -np.ones(max(0, places - 1))])
-        rows = SparseRows(
-            row,
-            column,
-            value,
-            np.concatenate([self.logic.lower, self.memory_constant]),
-            np.concatenate([self.logic.upper, self.memory_constant]),
+        in_use = SparseRows(
+            np.concatenate([self.memory.row, q, q[1:]]),
+            np.concatenate([self.memory.column, q + columns, q[:-1] + columns]),
+            np.concatenate([-self.memory.value, np.ones(places), -np.ones(max(0, places - 1))]),
+            self.memory_constant,
+            self.memory_constant,
             columns + places,
-        ).compressed()
+        )
+        rows = stack_rows([self.logic, in_use, *[self.cuts] * cut], columns + places).compressed()
         return LinearModel(
             rows,
             np.concatenate([self.cost, np.zeros(places)]),
@@ -138,7 +138,7 @@ class StageModel:
         method then has only (5) to repair.
         """
         columns = np.full(self.num_columns + self.num_places, AT_UPPER)
-        rows = np.full(self.logic.num_rows + self.num_places, BASIC)
+        rows = np.full(self.logic.num_rows + self.num_places + self.cuts.num_rows, BASIC)
         at = self._held_or_recomputed()
         unheld = self.scope.again & (self.present >= 0) & (self.held[:-1] == ZERO)
         columns[self.present[unheld]] = AT_LOWER
@@ -147,7 +147,7 @@ class StageModel:
         columns[self.present[at]] = BASIC
         columns[self.num_columns :] = BASIC
         rows[: int(at.sum())] = AT_UPPER
-        rows[self.logic.num_rows :] = FIXED
+        rows[self.logic.num_rows :][: self.num_places] = FIXED
         return Basis(columns, rows)
 
     def _held_or_recomputed(self) -> np.ndarray:
@@ -240,6 +240,7 @@ class _Builder:
             self.held,
             self.present,
             self.logic.finish(columns),
+            self._used_at_once().finish(columns),
             memory,
             constant,
             self.cost,
@@ -373,6 +374,24 @@ class _Builder:
     def _release(self, places, before, after, size: float) -> None:
         self._add_after(places, before, -size)
         self._add_after(places, after, size)
+
+    def _used_at_once(self) -> Rows:
+        """(6) Nothing is recomputed just to be handed on to the next stage."""
+        cuts = Rows()
+        if not self.restrictions.used_at_once:
+            return cuts
+        stage, node = np.nonzero(self.scope.again & ~self.scope.reads)
+        row_of = np.full(self.scope.again.shape, -1, np.int64)
+        row_of[stage, node] = rows = cuts.new(len(stage), -np.inf, 0.0)
+        cuts.add(rows, self.present[stage, node], 1.0)
+        cuts.add(rows, self.held[stage, node], -1.0)
+        for user, deps in enumerate(self.graph.deps):
+            stages = np.nonzero(self.scope.again[:, user])[0]
+            for dep in deps:
+                at = stages[row_of[stages, dep] >= 0]
+                cuts.add(row_of[at, dep], self.present[at, user], -1.0)
+                cuts.add(row_of[at, dep], self.held[at, user], 1.0)
+        return cuts
 
     def _objective(self) -> None:
         """sum C_i (P - S) on top of one run of every node."""

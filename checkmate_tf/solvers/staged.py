@@ -13,6 +13,7 @@ References:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -20,7 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from checkmate_tf.core.graph import Graph
-from checkmate_tf.core.schedule import Schedule, schedule_from_sequence
+from checkmate_tf.core.schedule import Schedule, SequenceSchedule, retained_by_sequence, schedule_from_sequence
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -57,12 +58,13 @@ def node_blocks(n: int) -> tuple[tuple[int, int], ...]:
     return tuple((k, k + 1) for k in range(n))
 
 
-def gradient_blocks(graph: Graph, *, merge: bool) -> tuple[tuple[int, int], ...]:
+def gradient_blocks(graph: Graph, *, merge: bool, most: int | None = None) -> tuple[tuple[int, int], ...]:
     """The forward pass as one block, then one block per gradient node.
 
     Args:
         graph: With at least one forward node.
         merge: Gradient nodes that read no forward value join the block before them.
+        most: Gradient blocks that follow one another are then joined until there are at most so many.
     """
     first = graph.num_forward
     blocks = [(0, first)]
@@ -72,6 +74,9 @@ def gradient_blocks(graph: Graph, *, merge: bool) -> tuple[tuple[int, int], ...]
             blocks[-1] = (blocks[-1][0], k + 1)
         else:
             blocks.append((k, k + 1))
+    if most is not None and len(blocks) - 1 > most:
+        cuts = np.linspace(1, len(blocks), most + 1).round().astype(int)
+        blocks[1:] = [(blocks[a][0], blocks[b - 1][1]) for a, b in itertools.pairwise(cuts)]
     return tuple(blocks)
 
 
@@ -222,6 +227,14 @@ class Evaluator:
             in_use -= sum(self._out[order[dead]] for dead in dying.get(step, ()))
         return node
 
-    def of_schedule(self, schedule: Schedule) -> StagedSchedule:
-        """A schedule given as matrices, with what it holds in vain dropped."""
-        return self.evaluate(node_blocks(self.graph.n), masks_from_rows(schedule.S))
+    def of_schedule(self, schedule: Schedule | SequenceSchedule) -> StagedSchedule:
+        """The cheapest schedule that holds between stages what this one does.
+
+        Raises:
+            GraphError: The schedule does not keep the graph's order.
+        """
+        if isinstance(schedule, SequenceSchedule):
+            retained = retained_by_sequence(self.graph, schedule.nodes.tolist())
+        else:
+            retained = schedule.S
+        return self.evaluate(node_blocks(self.graph.n), masks_from_rows(retained))

@@ -6,7 +6,10 @@ that model leaves out. Every schedule counts that was ever seen, whichever model
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,8 +17,18 @@ import numpy as np
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
-from checkmate_tf.solvers.linear import Engine, Outcome, mip_parameters, solve_once
+from checkmate_tf.solvers.large import LARGE, improve
+from checkmate_tf.solvers.linear import (
+    Engine,
+    LinearModel,
+    Outcome,
+    SparseRows,
+    mip_parameters,
+    solve_once,
+    stack_rows,
+)
 from checkmate_tf.solvers.minimum import needed_bytes
+from checkmate_tf.solvers.neighborhood import build_neighborhood
 from checkmate_tf.solvers.relaxation import BOUND_SLACK, Relaxation, Relaxed
 from checkmate_tf.solvers.rounding import round_relaxation
 from checkmate_tf.solvers.scope import Restrictions, Scope, build_scope
@@ -31,11 +44,11 @@ _LOG = logging.getLogger(__name__)
 _MODELS = (
     Restrictions(),
     Restrictions(window=20),
-    Restrictions(window=20, merge=True, nostore=True),
-    Restrictions(window=12, merge=True, nostore=True),
-    Restrictions(window=8, merge=True, nostore=True),
-    Restrictions(window=5, merge=True, nostore=True),
-    Restrictions(window=3, merge=True, nostore=True),
+    Restrictions(window=20, merge=True, nostore=True, used_at_once=True),
+    Restrictions(window=12, merge=True, nostore=True, used_at_once=True),
+    Restrictions(window=8, merge=True, nostore=True, used_at_once=True),
+    Restrictions(window=5, merge=True, nostore=True, used_at_once=True),
+    Restrictions(window=3, merge=True, nostore=True, used_at_once=True),
 )
 # Graphs without a backward pass: every node has a stage.
 _PER_NODE = (
@@ -47,9 +60,15 @@ _PER_NODE = (
 _WIDE = (Restrictions(), Restrictions(window=20), Restrictions(window=10), Restrictions(window=5))  # for small peaks
 _FIRST_RESTRICTED = 2  # model to begin with at the earliest, as what is left out makes the relaxation tighter,
 _SMALL = 80  # unless the graph has at most so many nodes
+_CUT_GAIN = 5e-3  # least relative gain of a bound for which cuts are taken
+_START_SHARE = 0.2  # of the time limit, for the schedules that need no search
 _RELAX_SHARE = 0.4  # of the time left, for one relaxation
-_SEARCH_SHARE = 0.7  # of the time limit, so that some is left to raise the bound
-_BOUND_LIMIT_S = 12.0
+_SEARCH_SHARE = 0.8  # of the time limit, unless rounds stop paying before; then one worker raises the bound
+_PATIENCE = 5.0  # of the other worker meanwhile
+_BOUNDED_SOON = 4000  # columns from which branch and bound begins later than after a few rounds that did not pay
+_IMPATIENCE = 0.4
+_BOUNDED = 6000  # columns of a model that branch and bound says more about than its relaxation
+_TICK_S = 0.05
 _BOUND_LEAST_S = 0.5
 _CLOSE = 5e-3  # a gap that is not worth raising the bound for
 _QUICK = 4000  # recomputable places (stage, node) of a model whose relaxation takes about a second
@@ -83,7 +102,11 @@ class StagesSolver(Solver):
             recorder.raise_bound(self.graph.total_cost)
             return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of="checkmate")
         if budget_bytes < self._least_bytes:
-            return self._solution(recorder, clock, status=Status.INFEASIBLE)
+            return self._solution(recorder, clock, status=Status.INFEASIBLE, bound_of=self._models[0].model_name())
+        if self.graph.n > LARGE and self.graph.is_gradient.any():
+            recorder.raise_bound(self.graph.total_cost)
+            improve(self.evaluator, budget_bytes, recorder, options)
+            return self._solution(recorder, clock, bound_of="checkmate")
         restrictions, relaxed = self._relax(budget_bytes, clock)
         clock.phase("relax")
         if relaxed.x is None:
@@ -91,17 +114,26 @@ class StagesSolver(Solver):
             if not proven:
                 self._wide_search(budget_bytes, recorder, options).run(self.pool.front())
                 clock.phase("search")
-            return self._solution(recorder, clock, status=Status.INFEASIBLE if proven else None)
+            status = Status.INFEASIBLE if proven else None
+            return self._solution(recorder, clock, status=status, bound_of=restrictions.model_name())
         recorder.raise_bound(relaxed.bound)
         relaxation = self._relaxations[restrictions]
+        relaxed, cut = self._tighten(relaxation, relaxed, budget_bytes, recorder)
+        restrictions = dataclasses.replace(restrictions, used_at_once=cut)
         self._round(relaxation, relaxed, budget_bytes, recorder, options)
         clock.phase("round")
         if recorder.gap() > options.gap:
             search = Search(relaxation.model, self.evaluator, relaxation, relaxed.x, budget_bytes, recorder, options)
-            inside = search.run(self.pool.front(), stop_s=_SEARCH_SHARE * options.time_limit_s)
+            columns = relaxation.model.num_columns
+            bounded, soon = columns <= _BOUNDED, columns <= _BOUNDED_SOON and options.workers > 1
+            inside = search.run(
+                self.pool.front(),
+                stop_s=(_SEARCH_SHARE if bounded else 1.0) * options.time_limit_s,
+                patience=_IMPATIENCE if soon else 1.0,
+            )
             clock.phase("search")
-            if inside is not None and recorder.gap() > max(options.gap, _CLOSE):
-                self._raise_bound(relaxation.model, inside, budget_bytes, recorder)
+            if bounded and inside is not None and recorder.gap() > max(options.gap, _CLOSE):
+                self._close_gap(relaxation.model, cut, search, inside, budget_bytes, recorder, options)
                 clock.phase("bound")
         proven = recorder.gap() <= 1e-6
         return self._solution(
@@ -134,8 +166,11 @@ class StagesSolver(Solver):
             self.pool.add(self.evaluator.of_schedule(options.hint))
         if not self._seeded:
             self._seeded = True
+            began = time.perf_counter()
             for schedule in start_schedules(self.evaluator):
                 self.pool.add(schedule)
+                if time.perf_counter() - began > _START_SHARE * options.time_limit_s:
+                    break
 
     def _ladder(self) -> Iterator[Restrictions]:
         """Models to try until one is not infeasible at the budget: the least restricted quick one, then larger ones."""
@@ -162,12 +197,34 @@ class StagesSolver(Solver):
                 relaxed = Relaxed(Outcome.INFEASIBLE, None, float("-inf"))
                 continue
             relaxation = self._relaxation(restrictions, budget_bytes)
-            relaxed = relaxation.solve(budget_bytes, _RELAX_SHARE * clock.left_s)
+            relaxation.cut = False
+            relaxed = relaxation.solve(budget_bytes, _RELAX_SHARE * clock.left_s, stop=clock.stop)
             _LOG.debug("%s: %s, bound %s", restrictions, relaxed.outcome, relaxed.bound)
             if relaxed.outcome is not Outcome.INFEASIBLE:
                 break
             self._infeasible_bytes[restrictions] = budget_bytes
         return restrictions, relaxed
+
+    def _tighten(self, relaxation: Relaxation, relaxed: Relaxed, budget_bytes: int, recorder: Recorder):
+        """Solves the relaxation with cuts, the better guide.
+
+        Returns:
+            The guide, and whether the bound is the cuts' too: only where it gains much, as the best schedule
+            may break them and the search stops at the bound.
+        """
+        if not relaxation.model.restrictions.used_at_once:
+            return relaxed, False
+        relaxation.cut = True
+        clock = recorder.clock
+        tighter = relaxation.solve(budget_bytes, _RELAX_SHARE * clock.left_s, stop=clock.stop)
+        clock.phase("cut")
+        if tighter.x is None:
+            relaxation.cut = False
+            return relaxed, False
+        gains = tighter.bound > (1 + _CUT_GAIN) * relaxed.bound
+        if gains:
+            recorder.raise_bound(tighter.bound)
+        return tighter, gains
 
     def _relaxation(self, restrictions: Restrictions, budget_bytes: int) -> Relaxation:
         if restrictions not in self._relaxations:
@@ -175,16 +232,32 @@ class StagesSolver(Solver):
             self._relaxations[restrictions] = Relaxation(model, budget_bytes)
         return self._relaxations[restrictions]
 
-    def _raise_bound(self, model: StageModel, inside: StagedSchedule, budget_bytes: int, recorder: Recorder) -> None:
+    def _close_gap(self, model, cut: bool, search: Search, inside, budget_bytes: int, recorder, options) -> None:
+        """Branch and bound beside the search, or after it where there is one worker.
+
+        HiGHS cannot be interrupted, so a thread is left to itself when the search is asked to stop.
+        """
+        if options.workers < 2:
+            search.run((inside,))
+            self._raise_bound(model, cut, inside, budget_bytes, recorder)
+            return
+        arguments = model, cut, inside, budget_bytes, recorder
+        bounding = threading.Thread(target=self._raise_bound, args=arguments, daemon=True)
+        bounding.start()
+        search.run((inside,), workers=1, patience=_PATIENCE)
+        while bounding.is_alive() and not recorder.clock.stopped:
+            bounding.join(_TICK_S)
+
+    def _raise_bound(self, model: StageModel, cut: bool, inside: StagedSchedule, budget_bytes: int, recorder) -> None:
         """Branch and bound on the whole model, from its best schedule: mostly for the bound."""
-        limit = min(_BOUND_LIMIT_S, recorder.clock.left_s)
+        limit = recorder.clock.left_s
         if limit < _BOUND_LEAST_S or inside.peak_bytes > budget_bytes:
             return
-        x = model.encode(inside)
-        start = np.concatenate([x, model.memory_of(x) / model.unit_bytes])
-        parameters = mip_parameters(Engine.SCIP, limit, absolute_gap=1e-6)
-        answer = solve_once(Engine.SCIP, model.linear_model(budget_bytes), parameters, start)
-        if np.isfinite(answer.bound):
+        program = _whole_program(model, inside, budget_bytes, cut=cut)
+        answer = solve_once(Engine.HIGHS, program, mip_parameters(Engine.HIGHS, limit, absolute_gap=1e-6))
+        if answer.outcome is Outcome.INFEASIBLE:  # nothing is cheaper
+            recorder.raise_bound(inside.cost)
+        elif np.isfinite(answer.bound):
             recorder.raise_bound((answer.bound + model.cost_constant - BOUND_SLACK) * model.unit_cost)
         if answer.x is not None:
             held = model.held_masks(answer.x[: model.num_columns])
@@ -198,8 +271,28 @@ class StagesSolver(Solver):
             best = recorder.best
             if recorder.gap() <= options.gap:
                 return
-            tighter = relaxation.solve(budget_bytes * (1 - eps), recorder.clock.left_s)
+            tighter = relaxation.solve(budget_bytes * (1 - eps), recorder.clock.left_s, stop=recorder.clock.stop)
             if tighter.x is None or (best is not None and tighter.bound >= best.cost):
                 return
             for schedule in round_relaxation(relaxation.model, self.evaluator, tighter.x):
                 recorder.offer(schedule)
+
+
+def _whole_program(model: StageModel, incumbent: StagedSchedule, budget_bytes: int, *, cut: bool) -> LinearModel:
+    """The model with memory rows over the decisions alone, for what is at most as dear as the incumbent.
+
+    Rows that name every value in use let branch and bound find knapsack cuts; the chain of (4) hides them.
+    """
+    x, columns = model.encode(incumbent), model.num_columns
+    program = build_neighborhood(model, x, np.ones(columns, bool), budget_bytes).program
+    priced = np.nonzero(model.cost)[0]
+    cutoff = SparseRows(
+        np.zeros(len(priced), np.int64),
+        priced,
+        model.cost[priced],
+        np.array([-np.inf]),
+        np.array([float(model.cost @ x) + BOUND_SLACK]),
+        columns,
+    )
+    rows = stack_rows([program.rows, *[model.cuts] * cut, cutoff], columns)
+    return dataclasses.replace(program, rows=rows)

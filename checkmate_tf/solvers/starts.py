@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from checkmate_tf.baselines.chen import chen_schedules, uniform_checkpoints
+from checkmate_tf.baselines.chen import chen_schedules, segment_schedule, uniform_checkpoints
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, gradient_blocks, mask_of
 
+_LARGE = 3000  # nodes from which an evaluation takes about a second,
+_FEW = 8  # and so many are made
 _LOOKAHEAD = (0, 2, 8, 32)  # stages
 
 
@@ -18,9 +20,13 @@ def start_schedules(evaluator: Evaluator) -> Iterator[StagedSchedule]:
     forward = evaluator.graph.num_forward
     if forward < 2 or forward == evaluator.graph.n:
         return
+    if evaluator.graph.n > _LARGE:
+        for segments in np.unique(np.geomspace(4, forward, _FEW).round()).astype(int):
+            yield segment_schedule(evaluator, uniform_checkpoints(evaluator.graph, int(segments)))
+        return
     yield from chen_schedules(evaluator)
     for segments in np.unique([1, *np.geomspace(4, forward, 4).round()]).astype(int):
-        checkpoints = uniform_checkpoints(evaluator.graph, int(segments))
+        checkpoints = uniform_checkpoints(range(forward), int(segments))
         for stages in _LOOKAHEAD:
             yield lookahead_schedule(evaluator, checkpoints, stages)
 

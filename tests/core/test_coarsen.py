@@ -168,9 +168,9 @@ def test_a_result_is_held_by_the_last_node():
     (x,) = made.add(makes=[8])
     (y,) = made.add([x], [8])
     made.add([y], [8], gradient=True)
-    made.add(makes=[8], gradient=True)
+    made.add([y], [8], gradient=True)
     coarse = coarse_of(made.build(results=[x]))
-    assert coarse.graph.deps[3] == (0,)
+    assert coarse.graph.deps[3] == (0, 1)
 
 
 def update_after_reader():
@@ -211,40 +211,51 @@ def test_an_update_waits_for_a_reader_that_waits_for_another_update():
 
 
 def elementwise_chain():
-    """An op and two that take over its storage, one after the other."""
+    """Forward: an op, one that reads its value, and two that take over storage, one after the other."""
     made = Builder()
     (x,) = made.add(makes=[8])
-    (y,) = made.add([x], [8])
-    (z,) = made.add([y], [8], takes=[y])
-    made.add([z], [8], takes=[z])
-    return made
+    (y,) = made.add([x], [16])
+    (z,) = made.add([y], [16], takes=[y])
+    made.add([z], [16], takes=[z])
+    return made.build()
 
 
 def test_forward_ops_that_take_over_become_one_node():
-    coarse = coarse_of(elementwise_chain().build())
-    assert coarse.groups == ((0,), (1, 2, 3))
+    coarse = coarse_of(elementwise_chain())
+    assert coarse.groups == ((0,), (1, 2, 3)), "the second op makes more than the first"
     assert coarse.op_sequence([0, 1]) == [0, 1, 2, 3]
     assert coarse.graph.cost.tolist() == [1, 3]
+    assert coarse.graph.workspace_bytes.tolist() == [0, 0]
 
 
 def test_a_node_has_the_largest_workspace_of_its_ops():
-    graph = elementwise_chain().build()
-    coarse = coarse_of(graph, Costs(np.ones(4), np.array([0, 3, 5, 1])))
+    coarse = coarse_of(elementwise_chain(), Costs(np.ones(4), np.array([0, 5, 3, 1])))
+    assert coarse.groups == ((0,), (1, 2, 3))
     assert coarse.graph.workspace_bytes.tolist() == [0, 5]
 
 
-def test_an_input_that_is_read_twice_does_not_join_its_reader():
+def test_a_forward_op_that_needs_more_while_inputs_are_held_does_not_join():
+    coarse = coarse_of(elementwise_chain(), Costs(np.ones(4), np.array([0, 3, 5, 1])))
+    assert coarse.groups == ((0,), (1,), (2, 3)), "by op 2, the value of op 0 may be gone"
+
+
+def test_what_a_mask_is_made_of_is_workspace():
+    made = Builder()
+    (noise,) = made.add(makes=[8])
+    (mask,) = made.add([noise], [2])
+    made.add([mask], [8], gradient=True)
+    coarse = coarse_of(made.build())
+    assert coarse.groups == ((0, 1), (2,))
+    assert coarse.graph.out_bytes.tolist() == [2, 8]
+    assert coarse.graph.workspace_bytes.tolist() == [8, 0]
+
+
+def test_a_value_that_is_read_again_does_not_join_its_reader():
     made = Builder()
     (x,) = made.add(makes=[8])
-    made.add([x, x], [8], takes=[x])
-    assert coarse_of(made.build()).groups == ((0,), (1,))
-
-
-def test_one_output_of_several_does_not_join_its_reader():
-    made = Builder()
-    x, _ = made.add(makes=[8, 8])
     made.add([x], [8], takes=[x])
-    assert coarse_of(made.build()).groups == ((0,), (1,))
+    made.add([x], [8], gradient=True)
+    assert coarse_of(made.build()).groups == ((0,), (1,), (2,))
 
 
 def test_a_value_that_the_step_returns_does_not_join_its_reader():
@@ -254,26 +265,54 @@ def test_a_value_that_the_step_returns_does_not_join_its_reader():
     assert coarse_of(made.build(results=[x])).groups == ((0,), (1,))
 
 
-def test_ops_with_another_node_between_them_do_not_join():
+def test_an_op_that_nothing_needs_again_does_not_join():
     made = Builder()
     (x,) = made.add(makes=[8])
-    (other,) = made.add(makes=[8])
-    made.add([x, other], [8], takes=[x])
-    coarse = coarse_of(made.build())
-    assert coarse.groups == ((0,), (1,), (2,))
-    assert coarse.op_sequence([0, 1, 1, 2]) == [0, 1, 1, 2]
+    made.add([x], [8])
+    made.add([x], [8])
+    assert coarse_of(made.build()).groups == ((0,), (1,), (2,)), "a rerun of the last would rerun the one before"
+
+
+def optimizer_update(*, reads_forward=False):
+    """A gradient of 8 bytes, and an update that computes from it with three values of 8 bytes."""
+    made = Builder()
+    (x,) = made.add(makes=[8])
+    (y,) = made.add([x], [16])
+    (gradient,) = made.add([x, y], [8], gradient=True)  # op 2
+    (square,) = made.add([gradient], [8], gradient=True)
+    (root,) = made.add([square], [8], takes=[square], gradient=True)
+    (ratio,) = made.add([gradient, root, *([x] if reads_forward else [])], [8], takes=[root], gradient=True)
+    made.add([ratio], once=True, gradient=True)
+    return made.build()
+
+
+def test_the_ops_of_an_update_become_one_node():
+    coarse = coarse_of(optimizer_update())
+    assert coarse.groups == ((0,), (1,), (2, 3, 4, 5, 6))
+    assert coarse.graph.out_bytes.tolist() == [8, 16, 0]
+    assert coarse.graph.workspace_bytes.tolist() == [0, 0, 8], "then the values of ops 0 and 1 are gone for good"
+    assert coarse.graph.recomputable.tolist() == [True, True, False]
+
+
+def test_a_gradient_op_that_reads_a_forward_value_begins_a_node():
+    coarse = coarse_of(optimizer_update(reads_forward=True))
+    assert coarse.groups == ((0,), (1,), (2,), (3, 4), (5, 6))
+    assert coarse.graph.workspace_bytes.tolist() == [0, 0, 0, 0, 0]
 
 
 def test_a_gradient_takes_over_the_gradient_that_dies_there():
     made = Builder()
-    (dy,) = made.add(makes=[8], gradient=True)
-    (dx,) = made.add([dy], [8], takes=[dy], gradient=True)
-    made.add([dx, dx], [8], takes=[dx], gradient=True)
-    assert coarse_of(made.build()).graph.workspace_bytes.tolist() == [0, -8, 0], "not where it is read twice"
+    (x,) = made.add(makes=[8])
+    (dy,) = made.add([x], [8], gradient=True)
+    (dx,) = made.add([x, dy], [8], takes=[dy], gradient=True)
+    made.add([x, dx, dx], [8], takes=[dx], gradient=True)
+    coarse = coarse_of(made.build())
+    assert coarse.groups == ((0,), (1,), (2,), (3,))
+    assert coarse.graph.workspace_bytes.tolist() == [0, 0, -8, 0], "not where it is read twice"
 
 
 def test_a_schedule_that_leaves_a_node_out_is_refused():
-    coarse = coarse_of(elementwise_chain().build())
+    coarse = coarse_of(elementwise_chain())
     with pytest.raises(GraphError, match="node op3 never runs"):
         coarse.op_sequence([0])
 

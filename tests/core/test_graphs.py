@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from random_graphs import Builder, briefly, node_graphs, op_graphs
 
-from checkmate_tf.core.graph import Graph
+from checkmate_tf.core.graph import Graph, permuted
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.problem import Solution, Status
 from checkmate_tf.core.schedule import Schedule
@@ -125,3 +125,13 @@ def test_without_a_schedule_or_a_bound_there_is_no_gap():
     schedule = Schedule(np.eye(1, dtype=bool), np.zeros((1, 1), dtype=bool))
     assert Solution(Status.UNKNOWN, None, 0.0, 0, 10.0, "checkmate", "test").gap is None
     assert Solution(Status.FEASIBLE, schedule, 1.0, 1, None, "", "test").gap is None
+
+
+def test_permuted_nodes_keep_what_they_are():
+    graph = Graph.build([1, 2, 3], [4, 5, 6], [(0, 2)], names=["a", "b", "c"], fixed_bytes=7)
+    again = permuted(graph, [1, 0, 2])
+    assert again.names == ("b", "a", "c")
+    assert again.deps == ((), (), (1,))
+    assert (again.cost.tolist(), again.out_bytes.tolist(), again.fixed_bytes) == ([2, 1, 3], [5, 4, 6], 7)
+    with pytest.raises(GraphError, match="edges must go"):
+        permuted(graph, [2, 1, 0])

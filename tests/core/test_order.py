@@ -15,8 +15,8 @@ from checkmate_tf.core.simulate import simulate
 from checkmate_tf.errors import GraphError
 
 ORDERS = {
-    "delayed": lambda graph: low_peak_order(graph, delay_gradients=True),
-    "not delayed": lambda graph: low_peak_order(graph, delay_gradients=False),
+    "settled": lambda graph: low_peak_order(graph, settle=True),
+    "as they come": lambda graph: low_peak_order(graph, settle=False),
     "ready": ready_order,
 }
 
@@ -36,7 +36,7 @@ def test_orders_are_topological_and_keep_controls(name, graph):
     assert all(place[d] < place[op] for op in range(graph.n) for d in graph.deps[op])
 
 
-@pytest.mark.parametrize("name", ["delayed", "not delayed"])
+@pytest.mark.parametrize("name", ["settled", "as they come"])
 @briefly
 @given(graph=op_graphs())
 def test_the_forward_pass_comes_first_in_its_own_order(name, graph):
@@ -76,13 +76,13 @@ def backward_pass():
 
 
 def test_each_update_follows_its_gradient_at_once():
-    order = low_peak_order(backward_pass(), delay_gradients=False)
+    order = low_peak_order(backward_pass(), settle=False)
     assert order == [0, 1, 2, 6, 3, 4, 7, 5, 8]
 
 
 def test_early_updates_lower_the_peak():
     graph = backward_pass()
-    assert peak(graph, low_peak_order(graph, delay_gradients=False)) < peak(graph, range(graph.n))
+    assert peak(graph, low_peak_order(graph, settle=False)) < peak(graph, range(graph.n))
 
 
 def test_a_gradient_that_frees_nothing_waits_for_its_first_reader():
@@ -93,9 +93,48 @@ def test_a_gradient_that_frees_nothing_waits_for_its_first_reader():
     (more,) = made.add([other], [8], gradient=True)
     made.add([more, tile], [1], gradient=True)
     graph = made.build()
-    assert low_peak_order(graph, delay_gradients=False) == [0, 1, 2, 3, 4]
-    order = low_peak_order(graph, delay_gradients=True)
+    assert low_peak_order(graph, settle=False) == [0, 1, 2, 3, 4]
+    order = low_peak_order(graph, settle=True)
     assert order.index(1) == order.index(4) - 1
+    assert peak(graph, order) < peak(graph, range(5))
+
+
+def test_a_gradient_waits_with_what_it_reads_where_that_is_no_more():
+    made = Builder()
+    (dy,) = made.add(makes=[8], gradient=True)
+    (first,) = made.add([dy], [8], gradient=True)
+    (second,) = made.add([dy], [8], gradient=True)
+    (third,) = made.add([dy], [8], gradient=True)
+    (summed,) = made.add([first], [1], gradient=True)
+    (both,) = made.add([second, summed], [1], gradient=True)
+    made.add([third, both], [1], gradient=True)
+    graph = made.build()
+    order = low_peak_order(graph, settle=True)
+    assert order == [0, 1, 4, 2, 5, 3, 6]
+    assert peak(graph, order) == 18 < peak(graph, range(7)) == 32
+
+
+def test_half_a_gradient_does_not_wait_with_the_whole():
+    made = Builder()
+    (dy,) = made.add(makes=[16], gradient=True)
+    (skip,) = made.add([dy], [8], gradient=True)
+    (deeper,) = made.add([dy], [8], gradient=True)
+    (deeper,) = made.add([deeper], [8], gradient=True)
+    made.add([deeper, skip], [1], gradient=True)
+    order = low_peak_order(made.build(), settle=True)
+    assert order.index(1) < order.index(3), "else its input would live through op 3"
+
+
+def test_a_gradient_that_frees_more_than_it_makes_goes_at_once():
+    made = Builder()
+    (dy,) = made.add(makes=[8], gradient=True)
+    (other,) = made.add(makes=[8], gradient=True)
+    (other,) = made.add([other], [8], gradient=True)
+    (reduced,) = made.add([dy], [1], gradient=True)
+    made.add([other, reduced], [1], gradient=True)
+    graph = made.build()
+    order = low_peak_order(graph, settle=True)
+    assert order.index(3) == order.index(0) + 1
     assert peak(graph, order) < peak(graph, range(5))
 
 
@@ -114,11 +153,11 @@ def filters_and_biases(layers: int):
     return graph, pairs
 
 
-@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("settle", [False, True])
 @pytest.mark.parametrize("layers", [1, 3])
-def test_pairs_are_adjacent(layers, delay):
+def test_pairs_are_adjacent(layers, settle):
     graph, pairs = filters_and_biases(layers)
-    order = low_peak_order(_with_pairs(graph, pairs), delay_gradients=delay)
+    order = low_peak_order(_with_pairs(graph, pairs), settle=settle)
     assert sorted(order) == list(range(graph.n))
     assert all(order.index(after) == order.index(before) + 1 for after, before in pairs.items())
 
@@ -126,7 +165,7 @@ def test_pairs_are_adjacent(layers, delay):
 def test_a_permuted_step_keeps_its_pairs():
     graph, pairs = filters_and_biases(2)
     graph = _with_pairs(graph, pairs)
-    permuted, _ = permute(graph, costs_for(graph), low_peak_order(graph, delay_gradients=False))
+    permuted, _ = permute(graph, costs_for(graph), low_peak_order(graph, settle=False))
     names = {permuted.names[a]: permuted.names[b] for a, b in permuted.pairs.items()}
     assert names == {graph.names[a]: graph.names[b] for a, b in pairs.items()}
 
@@ -136,7 +175,7 @@ def test_a_pair_that_cannot_be_kept_is_reported():
     (a,) = made.add(makes=[1], gradient=True)
     made.add([a], [1], gradient=True)
     with pytest.raises(GraphError, match="op op0 depends on itself"):
-        low_peak_order(made.build(pairs={0: 1}), delay_gradients=False)
+        low_peak_order(made.build(pairs={0: 1}), settle=False)
 
 
 def _with_pairs(graph, pairs):

@@ -11,7 +11,14 @@ from random_graphs import briefly, node_graphs, peak_by_the_rules
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.plan import compile_plan
-from checkmate_tf.core.schedule import Schedule, schedule_for_retained, schedule_from_sequence
+from checkmate_tf.core.schedule import (
+    Schedule,
+    SequenceSchedule,
+    first_runs,
+    retained_by_sequence,
+    schedule_for_retained,
+    schedule_from_sequence,
+)
 from checkmate_tf.core.simulate import simulate
 from checkmate_tf.errors import GraphError
 
@@ -139,3 +146,23 @@ def test_matrices_are_read_only():
     schedule = Schedule(np.eye(2, dtype=bool), np.zeros((2, 2), dtype=bool))
     with pytest.raises(ValueError, match="read-only"):
         schedule.R[1, 0] = True
+
+
+@briefly
+@given(st.data())
+def test_what_a_sequence_holds_is_what_its_matrices_say(data):
+    graph = data.draw(node_graphs())
+    schedule = schedule_for_retained(graph, data.draw(retained(graph.n)))
+    sequence = SequenceSchedule(schedule.sequence())
+    assert np.array_equal(retained_by_sequence(graph, sequence.nodes), schedule_from_sequence(graph, sequence.nodes).S)
+    assert sequence.keeps_order(graph)
+    assert sequence.cost(graph) == pytest.approx(schedule.cost(graph))
+
+
+def test_another_order_has_no_stages():
+    graph = Graph.build([1] * 3, [1] * 3, [(0, 2)])
+    sequence = SequenceSchedule(np.array([1, 0, 1, 2]))
+    assert not sequence.keeps_order(graph)
+    assert first_runs(sequence.nodes).tolist() == [1, 0, 2]
+    with pytest.raises(GraphError, match="keeps the graph's order"):
+        retained_by_sequence(graph, sequence.nodes)

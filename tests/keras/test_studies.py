@@ -116,6 +116,7 @@ def test_a_scaled_step_is_the_step_traced_at_that_size(cached):
         ({"strategies": ["nothing"]}, OptionError, "strategy must be one of"),
         ({"budgets": [2.0]}, checkmate_tf.BudgetError, "at most 1"),
         ({"time_limit_s": 0}, OptionError, "time_limit_s"),
+        ({"implementations": "fast"}, OptionError, "implementations must be one of exact, fused"),
     ],
 )
 def test_a_curve_of_what_means_nothing_is_refused(options, error, message):

@@ -1,11 +1,12 @@
 """What is read out of a traced step: gradients, storage, side effects, and what waits for what."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from tiny_steps import STEPS, Step, numbers, prepared
 
-from checkmate_tf.lowering.extract import extract
+from checkmate_tf.lowering.extract import _original_order, extract
 from checkmate_tf.lowering.trace import trace
 
 
@@ -196,3 +197,54 @@ def test_steps_are_traced_for_nested_batches():
     step = Step(lambda batch: batch["x"] + batch["y"][0], ({"x": numbers(2), "y": (numbers(2),)},), [])
     spec = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape), step.batch[0])
     assert len(trace(step.run, spec).fetches) == 1
+
+
+def test_an_op_that_reads_a_late_constant_keeps_its_place():
+    with tf.Graph().as_default() as original:
+        batch = tf.compat.v1.placeholder(tf.float32, (), name="batch")
+        tf.identity(batch, name="early")
+        tf.identity(batch, name="later")
+        tf.constant(1.0, name="late")
+    with tf.Graph().as_default() as simplified:
+        late = tf.constant(1.0, name="late")
+        batch = tf.compat.v1.placeholder(tf.float32, (), name="batch")
+        tf.identity(batch, name="later")
+        tf.add(batch, late, name="early")
+    ordered = _original_order(simplified.get_operations(), original)
+    assert [op.name for op in ordered] == ["late", "batch", "early", "later"]
+
+
+def grouped_convolution():
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((16, 16, 4)), keras.layers.Conv2D(8, 3, groups=2), keras.layers.GlobalAveragePooling2D()]
+    model = keras.Sequential(layers)
+    model.compile(optimizer="sgd", loss="mse", jit_compile=False)
+    return model
+
+
+def test_a_call_that_reads_variables_may_run_again():
+    """Keras compiles a grouped convolution with XLA, and so calls it."""
+    model, spec = grouped_convolution(), (tf.TensorSpec((2, 16, 16, 4)), tf.TensorSpec((2, 8)))
+    step = extract(trace(lambda *batch: model.train_step(batch), *spec))
+    calls = [op for op in step.graph.get_operations() if op.type.endswith("PartitionedCall")]
+    assert [op.type for op in calls] == ["PartitionedCall"] * 2  # forward and gradient
+    assert calls[0].outputs[0].shape == (2, 14, 14, 8)
+    assert step.unsized == ()
+    assert not any(step.op_graph.once[step.op_graph.names.index(op.name)] for op in calls)
+
+
+def test_a_call_that_writes_variables_is_left_alone():
+    counter = tf.Variable(0.0)
+    kernel = tf.Variable(tf.ones((3, 3)))
+
+    @tf.function(jit_compile=True)
+    def count_and_multiply(x):
+        counter.assign_add(1.0)
+        return x @ kernel
+
+    def step(x):
+        kernel.assign_sub(count_and_multiply(x))
+
+    (call,) = (op for op in extract(trace(step, tf.TensorSpec((3, 3)))).graph.get_operations() if "Call" in op.type)
+    assert call.type == "StatefulPartitionedCall"
+    assert [t.dtype for t in call.inputs].count(tf.resource) == 2

@@ -50,6 +50,17 @@ def dense(k: int) -> Graph:
     return train_graph(list(itertools.combinations(range(k), 2)), [2] * k, [1] * k)
 
 
+def two_chains(k: int) -> Graph:
+    """Two chains side by side that share nothing, their nodes in turns."""
+    return train_graph([(i, i + 2) for i in range(k - 2)], [3 + i % 2 for i in range(k)], [1 + i % 3 for i in range(k)])
+
+
+def several_outputs() -> Graph:
+    """A trunk with a head in the middle and two at the end."""
+    edges = [(0, 1), (1, 2), (1, 3), (3, 4), (3, 5)]
+    return train_graph(edges, [4, 3, 1, 3, 1, 2], [2, 3, 1, 3, 1, 1])
+
+
 def random_layered(seed: int, k: int = 6) -> Graph:
     rng = np.random.default_rng(seed)
     edges = [(i, j) for j in range(1, k) for i in range(max(0, j - 3), j) if rng.random() < 0.5]
@@ -73,6 +84,9 @@ def take_over() -> Graph:
 def odd_ones() -> dict[str, Graph]:
     return {
         "one node": Graph.build([1.0], [4], []),
+        "only gradients": Graph.build([1, 2, 1], [2, 1, 1], [(0, 1), (1, 2)], is_gradient=[True] * 3),
+        "zero bytes": train_graph([(0, 1), (1, 2), (2, 3)], [4, 0, 4, 0], [1, 2, 3, 4]),
+        "zero costs": train_graph([(0, 1), (1, 2), (2, 3)], [2, 3, 2, 3], [0, 4, 0, 4]),
         "disconnected": Graph.build([1, 2, 3, 4], [1, 2, 3, 4], [(0, 3)], is_gradient=[False, False, True, True]),
         "several outputs": Graph.build(
             [1] * 6, [2] * 6, [(0, 1), (0, 2), (1, 3), (2, 4), (0, 5), (3, 5)], is_gradient=[False] * 3 + [True] * 3
@@ -90,6 +104,8 @@ def odd_ones() -> dict[str, Graph]:
 
 SMALL = {
     "chain": chain(5),
+    "two chains": two_chains(6),
+    "heads": several_outputs(),
     "residual": residual(1),
     "u": u_shaped(),
     "dense": dense(4),

@@ -6,15 +6,28 @@ import graphs_for_solvers as small
 import numpy as np
 import pytest
 
+from checkmate_tf.core.opgraph import OpGraph
+from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.problem import Options, Problem, Status
+from checkmate_tf.core.simulate import simulate
+from checkmate_tf.core.validate import validate
 from checkmate_tf.solvers import create, names, solve
 
 FRACTIONS = (1.0, 0.8, 0.6)
 LIMIT_S = 4.0
+REORDERING = ("auto", "local_search")
 
 
 def budget_of(graph, fraction):
     return int(fraction * create("checkpoint_all", graph).solve(1 << 60, Options()).peak_bytes)
+
+
+def simulated(graph, sequence):
+    """The peak of the plan that is built from the sequence, once it is validated."""
+    ops = OpGraph.from_graph(graph)
+    plan = compile_plan(ops, sequence)
+    validate(ops, plan)
+    return max(0, simulate(ops, plan, graph.workspace_bytes).peak_bytes) + graph.fixed_bytes
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +59,14 @@ def test_contract(strategy, name, optimum):
             assert np.isnan(solution.cost)
             continue
         cost, peak = small.run(graph, solution.schedule.sequence())
-        assert best.status is Status.OPTIMAL
         assert solution.status in (Status.OPTIMAL, Status.FEASIBLE)
         assert peak == solution.peak_bytes <= budget
-        assert cost == pytest.approx(solution.cost)
+        assert cost == pytest.approx(solution.cost) == solution.schedule.cost(graph)
+        assert simulated(graph, solution.schedule.sequence()) == peak
+        if not solution.schedule.keeps_order(graph):
+            assert strategy in REORDERING
+            continue
+        assert best.status is Status.OPTIMAL
         assert cost >= best.cost - 1e-6
         if solution.bound_of == "checkmate":
             assert solution.bound <= best.cost + 1e-6
@@ -64,7 +81,7 @@ def test_finds_the_optimum_of_small_graphs(strategy, name, optimum):
     for fraction in FRACTIONS:
         budget = budget_of(graph, fraction)
         best = optimum(name, budget)
-        solution = create(strategy, graph).solve(budget, Options(time_limit_s=LIMIT_S))
+        solution = create(strategy, graph).solve(budget, Options(time_limit_s=LIMIT_S, keep_order=True))
         if best.status is Status.OPTIMAL and not (strategy == "stages" and solution.status is Status.INFEASIBLE):
             assert solution.cost == pytest.approx(best.cost)
             assert solution.bound <= best.cost * (1 + 1e-6) + 1e-6
@@ -75,6 +92,9 @@ def test_one_call_for_one_problem():
     solution = solve(Problem(graph, budget_of(graph, 0.6)))
     assert solution.status is Status.OPTIMAL
     assert solution.history[-1][1] == solution.cost
+    assert solution.bounds[-1][1] == solution.bound
+    for entries in (solution.history, solution.bounds):
+        assert [seconds for seconds, _ in entries] == sorted(seconds for seconds, _ in entries)
 
 
 def test_unknown_strategy_is_refused_with_the_names():
@@ -82,7 +102,7 @@ def test_unknown_strategy_is_refused_with_the_names():
         create("magic", small.chain(3))
 
 
-@pytest.mark.parametrize("strategy", ["auto", "stages", "milp"])
+@pytest.mark.parametrize("strategy", names())
 def test_time_limit_is_kept(strategy):
     graph = small.residual(12)
     limit = 1.0
@@ -92,11 +112,33 @@ def test_time_limit_is_kept(strategy):
     assert time.perf_counter() - began <= 1.2 * limit + 2.0
 
 
-def test_same_seed_same_schedule():
-    graph = small.residual(4)
-    budget = budget_of(graph, 0.6)
-    found = [create("stages", graph).solve(budget, Options(seed=3)) for _ in range(2)]
-    assert np.array_equal(found[0].schedule.R, found[1].schedule.R)
+@pytest.mark.parametrize("strategy", ["auto", "stages", "local_search", "lp_rounding_random"])
+def test_same_seed_same_schedule(strategy):
+    graph = small.residual(2)
+    budget = budget_of(graph, 0.7)
+    found = [create(strategy, graph).solve(budget, Options(seed=3)) for _ in range(2)]
+    assert np.array_equal(found[0].schedule.sequence(), found[1].schedule.sequence())
+
+
+@pytest.mark.parametrize("strategy", REORDERING)
+@pytest.mark.parametrize("name", ["layered 1", "several outputs", "forward only"])
+def test_order_is_kept_where_it_must_be(strategy, name):
+    graph = small.SMALL[name]
+    for fraction in FRACTIONS:
+        options = Options(time_limit_s=LIMIT_S, keep_order=True)
+        solution = create(strategy, graph).solve(budget_of(graph, fraction), options)
+        assert solution.schedule is None or solution.schedule.keeps_order(graph)
+
+
+@pytest.mark.parametrize("strategy", REORDERING)
+def test_another_order_can_be_cheaper(strategy, optimum):
+    graph = small.SMALL["layered 1"]
+    budget = budget_of(graph, 0.9)
+    in_order = create("milp", graph).solve(budget, Options())
+    reordered = create(strategy, graph).solve(budget, Options())
+    assert reordered.cost == graph.total_cost < in_order.cost
+    assert reordered.status is Status.OPTIMAL
+    assert reordered.bound_of == "any order"
 
 
 def test_second_call_starts_from_what_was_seen():

@@ -28,7 +28,7 @@ MODELS = (
     Restrictions(),
     Restrictions(merge=True),
     Restrictions(window=2, merge=True, nostore=True),
-    Restrictions(window=1),
+    Restrictions(window=1, used_at_once=True),
     Restrictions(forward_once=False),
 )
 
@@ -112,6 +112,24 @@ def test_model_counts_like_the_evaluator(graph, seed, restrictions):
     assert model.cost_of(x) == pytest.approx(staged.cost)
 
 
+@given(graphs(), st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_cuts_exclude_what_is_recomputed_just_to_be_handed_on_and_nothing_else(graph, seed):
+    model = build_stage_model(graph, Restrictions(used_at_once=True))
+    blocks = model.scope.blocks
+    staged = Evaluator(graph).evaluate(blocks, random_held(graph, blocks, seed), model.within())
+    runs = [[*np.nonzero(row)[0], *range(*block)] for row, block in
+            zip(rows_from_masks(staged.recomputed, graph.n), blocks, strict=True)]  # fmt: skip
+    in_vain = [
+        (t, i)
+        for t, (first, _) in enumerate(blocks)
+        for i in runs[t]
+        if i < first and not any(i in graph.deps[u] for u in runs[t])
+    ]
+    broken = model.cuts.times(model.encode(staged)) > model.cuts.upper + 1e-9
+    assert int(broken.sum()) == len(in_vain)
+
+
 @pytest.mark.parametrize("name", ["chain", "residual", "u", "dense", "take over", "several outputs"])
 def test_relaxation_bounds_the_program_and_the_program_is_the_search_space(name):
     """The whole program, solved as one neighborhood, is what trying all retentions gives."""
@@ -137,9 +155,18 @@ def test_relaxation_bounds_the_program_and_the_program_is_the_search_space(name)
 
 def test_relaxation_from_the_given_basis_and_from_the_last_one_agree():
     graph = small.residual(4)
-    model = build_stage_model(graph, Restrictions())
+    model = build_stage_model(graph, Restrictions(used_at_once=True))
     peak = Evaluator(graph).store_all.peak_bytes
     one = Relaxation(model, peak)
+    one.cut = True
+    rng = np.random.default_rng(0)
     for fraction in (0.9, 0.6, 0.8):
         budget = fraction * peak
-        assert one.solve(budget, 10.0).bound == pytest.approx(Relaxation(model, budget).solve(budget, 10.0).bound)
+        blocks = model.scope.blocks
+        x = model.encode(Evaluator(graph).evaluate(blocks, random_held(graph, blocks, 3), model.within()))
+        one.solve(budget, 10.0, fixed=(rng.random(model.num_columns) < 0.5, x))
+        other = Relaxation(model, budget)
+        uncut = other.solve(budget, 10.0).bound
+        other.cut = True
+        assert one.solve(budget, 10.0).bound == pytest.approx(other.solve(budget, 10.0).bound)
+        assert uncut <= other.solve(budget, 10.0).bound + 1e-6

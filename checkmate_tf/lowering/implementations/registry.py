@@ -1,0 +1,24 @@
+"""Which rules each value of `implementations=` stands for, in the order in which they are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from checkmate_tf.lowering.implementations.batch_norm import BATCH_NORM
+from checkmate_tf.lowering.implementations.gelu import GELU
+from checkmate_tf.lowering.implementations.layer_norm import LAYER_NORM
+from checkmate_tf.lowering.implementations.padding import PADDED_CONVOLUTION, PADDED_DEPTHWISE_CONVOLUTION
+from checkmate_tf.lowering.implementations.pointwise import POINTWISE_FILTER_GRADIENT
+from checkmate_tf.lowering.implementations.rule import Rule
+
+RULES: Mapping[str, tuple[Rule, ...]] = {
+    "exact": (),
+    "fused": (
+        BATCH_NORM,
+        LAYER_NORM,
+        GELU,
+        PADDED_CONVOLUTION,
+        PADDED_DEPTHWISE_CONVOLUTION,
+        POINTWISE_FILTER_GRADIENT,
+    ),
+}

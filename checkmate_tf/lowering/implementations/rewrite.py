@@ -1,0 +1,218 @@
+"""The pass: finds the patterns of rules in a traced graph and puts their equivalents in place."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2, node_def_pb2
+
+from checkmate_tf.lowering.implementations.edits import Edit, edited, possible
+from checkmate_tf.lowering.implementations.matching import Match, Matcher
+from checkmate_tf.lowering.implementations.rule import Rule, Site, Variant
+from checkmate_tf.lowering.implementations.template import Template, traced
+from checkmate_tf.lowering.implementations.view import GraphView, Tensor, nbytes, parsed, written
+
+_RENAMES = frozenset({"Reshape", "Squeeze", "ExpandDims", "Identity", "StopGradient", "Const"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Fired:
+    """A rule that was applied.
+
+    Attributes:
+        rule: Name of the rule.
+        where: Name of the op at which its pattern was found.
+        saved_bytes: Bytes of the tensors that the pattern's ops made, less those that its replacement makes.
+    """
+
+    rule: str
+    where: str
+    saved_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rewritten:
+    """A graph with equivalents in place.
+
+    Attributes:
+        graph_def: The graph.
+        stands_in: Name of each new op -> name of the op of the original graph whose place it takes.
+        fired: The rules that were applied.
+    """
+
+    graph_def: graph_pb2.GraphDef
+    stands_in: Mapping[str, str]
+    fired: tuple[Fired, ...]
+
+
+def rewrite(graph: tf.Graph, kept: Iterable[str], rules: Sequence[Rule], *, on_cpu: bool) -> Rewritten:
+    """Applies rules to a graph, one rule after another.
+
+    A pattern is replaced only if none of its inner tensors is used elsewhere, so that all of them go.
+
+    Args:
+        graph: A traced step.
+        kept: Names of the ops that have to stay: what is fed, returned, or has side effects.
+        rules: What to apply.
+        on_cpu: Whether the step runs on a CPU.
+    """
+    graph_def = graph.as_graph_def()
+    specs = {
+        (op.name, k): tf.TensorSpec(tensor.shape, tensor.dtype)
+        for op in graph.get_operations()
+        for k, tensor in enumerate(op.outputs)
+    }
+    work = _Pass(list(graph_def.node), specs, set(kept), on_cpu)
+    for rule in rules:
+        work.apply(rule)
+    del graph_def.node[:]
+    graph_def.node.extend(work.nodes)
+    return Rewritten(graph_def, work.stands_in, tuple(work.fired))
+
+
+class _Pass:
+    """The graph while it is rewritten."""
+
+    def __init__(self, nodes: list[node_def_pb2.NodeDef], specs: dict, kept: set[str], on_cpu: bool):
+        self.nodes = nodes
+        self.stands_in: dict[str, str] = {}
+        self.fired: list[Fired] = []
+        self._specs = specs
+        self._kept = kept
+        self._on_cpu = on_cpu
+        self._created = {node.name: k for k, node in enumerate(nodes)}
+        self._prune()
+
+    def apply(self, rule: Rule) -> None:
+        """Applies a rule wherever its pattern is found."""
+        view = GraphView(self.nodes, self._specs, self._kept)
+        search = _Search(rule, view)
+        found = []
+        for name in [node.name for node in self.nodes if node.op == rule.anchor]:
+            match, template = search.find(Site(view, name, self._on_cpu)) or (None, None)
+            if match is not None:
+                found.append((name, match, template, self._edit(view, rule, match, template)))
+        edits = [edit for *_, edit in found]
+        kept = possible(self.nodes, edits) if edits else []
+        for k in kept:
+            name, match, template, _ = found[k]
+            made = sum(_made_bytes(view.nodes[node].op, view.output_specs(node)) for node in match.inside)
+            makes = sum(_made_bytes(node.node_def.op, node.outputs) for node in template.nodes)
+            self.fired.append(Fired(rule.name, name, made - makes))
+        if kept:
+            self.nodes = edited(self.nodes, [edits[k] for k in kept])
+            self._prune()
+
+    def _edit(self, view: GraphView, rule: Rule, match: Match, template: Template) -> Edit:
+        """The new nodes of one match, and who is to read them."""
+        origins = self._origins(match, template)
+        names = [
+            f"{origins[k]}/{rule.name}/{node.node_def.name.replace('/', '_')}" for k, node in enumerate(template.nodes)
+        ]
+
+        def tensor(ref) -> Tensor:
+            return match.inputs[ref.name] if ref.node is None else (names[ref.node], ref.index)
+
+        new = []
+        for k, node in enumerate(template.nodes):
+            made = node_def_pb2.NodeDef()
+            made.CopyFrom(node.node_def)
+            made.name, made.device = names[k], view.nodes[origins[k]].device
+            del made.input[:]
+            made.input.extend(written(tensor(ref)) for ref in node.reads)
+            made.input.extend(f"^{tensor(ref)[0]}" for ref in node.waits)
+            new.append(made)
+            self.stands_in[names[k]] = self.stands_in.get(origins[k], origins[k])
+            self._specs.update({(names[k], i): spec for i, spec in enumerate(node.outputs)})
+        refs = template.outputs.items()
+        return Edit(
+            tuple(new),
+            {match.outputs[part]: tensor(ref) for part, ref in refs if part not in match.terms},
+            {match.outputs[part][0]: (match.terms[part], tensor(ref)) for part, ref in refs if part in match.terms},
+        )
+
+    def _origins(self, match: Match, template: Template) -> list[str]:
+        """For each new node, the node whose place it takes: the first made of those that give the outputs it serves.
+
+        What serves nothing but gradients thus takes a place in the backward pass.
+        """
+        place = {
+            part: max((t[0] for t in match.terms[part]), key=self._place)
+            if part in match.terms
+            else match.outputs[part][0]
+            for part in template.outputs
+        }
+        origins: list[str | None] = [None] * len(template.nodes)
+        for part, ref in template.outputs.items():
+            todo = [] if ref.node is None else [ref.node]
+            while todo:
+                k = todo.pop()
+                if origins[k] is None or self._place(place[part]) < self._place(origins[k]):
+                    origins[k] = place[part]
+                    todo += [r.node for r in template.nodes[k].reads if r.node is not None]
+        return origins
+
+    def _place(self, name: str) -> int:
+        return self._created[self.stands_in.get(name, name)]
+
+    def _prune(self) -> None:
+        """Drops what nothing kept depends on."""
+        nodes = {node.name: node for node in self.nodes}
+        alive: set[str] = set()
+        todo = list(self._kept)
+        while todo:
+            name = todo.pop()
+            if name not in alive:
+                alive.add(name)
+                todo += [parsed(text.lstrip("^"))[0] for text in nodes[name].input]
+        self.nodes = [node for node in self.nodes if node.name in alive]
+
+
+class _Search:
+    """Looks for the variants of a rule. Those found most often before are tried first: tracing takes time."""
+
+    def __init__(self, rule: Rule, view: GraphView):
+        self._rule = rule
+        self._view = view
+        self._matchers: dict[Variant, Matcher] = {}
+        self._replacements: dict = {}
+        self._found: collections.Counter = collections.Counter()
+
+    def find(self, site: Site) -> tuple[Match, Template] | None:
+        """Where a variant was found, and what replaces it."""
+        for variant in sorted(self._rule.variants(site), key=lambda v: -self._found[_form(v)]):
+            if variant not in self._matchers:
+                self._matchers[variant] = Matcher(traced(self._rule.pattern, variant))
+            match = self._matchers[variant].find(self._view, site.name)
+            if match is not None and _is_self_contained(self._view, match):
+                constants = {part: self._view.constant(match.inputs[part]) for part in variant.constants}
+                if all(value is not None for value in constants.values()):
+                    self._found[_form(variant)] += 1
+                    return match, self._replacement(variant, constants)
+        return None
+
+    def _replacement(self, variant: Variant, constants: Mapping) -> Template:
+        key = (variant, tuple((part, value.tobytes()) for part, value in constants.items()))
+        if key not in self._replacements:
+            self._replacements[key] = traced(self._rule.replacement, variant, constants)
+        return self._replacements[key]
+
+
+def _form(variant: Variant):
+    """What variants at different shapes have in common."""
+    return tuple(name for name, _ in variant.inputs), variant.settings
+
+
+def _is_self_contained(view: GraphView, match: Match) -> bool:
+    """Whether all that a match covers, other than constants, goes away with it."""
+    outputs = {tensor[0] for tensor in match.outputs.values()}
+    inner = {name for name in match.inside if view.nodes[name].op != "Const"} - outputs
+    sums = {match.outputs[part][0] for part in match.terms}
+    return not (inner | outputs) & view.kept and all(view.users(name) <= match.inside | sums for name in inner)
+
+
+def _made_bytes(kind: str, outputs: Sequence[tf.TensorSpec]) -> int:
+    return 0 if kind in _RENAMES else sum(nbytes(spec) for spec in outputs)

@@ -1,0 +1,106 @@
+"""Checkmate's approximation: solve the linear relaxation, round what it holds, repair.
+
+The relaxation is solved at budgets (1 - eps) B, as rounding adds to the peak. S is rounded, by a
+threshold or by chance; R is then the cheapest for that S, and what does not fit is left out. The
+relaxation is the stage model's: it has the same meaning as the paper's and no large constants, so
+it is tighter and is solved on graphs on which the paper's is not.
+
+References:
+    Jain et al., Checkmate, MLSys 2020, section 5 (two-phase rounding) and appendix (randomized).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from checkmate_tf.core.graph import Graph
+from checkmate_tf.core.problem import Options, Solution, Status
+from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
+from checkmate_tf.solvers.linear import Outcome
+from checkmate_tf.solvers.relaxation import Relaxation, Relaxed
+from checkmate_tf.solvers.rounding import round_relaxation
+from checkmate_tf.solvers.scope import Restrictions, build_scope
+from checkmate_tf.solvers.stage_model import StageModel, build_stage_model
+from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
+
+_EPS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
+_WINDOWS = (None, 20, 12, 8, 5, 3)
+_PLACES = 12_000  # recomputable places (stage, node) of the largest model that is tried
+_DRAWS = 50  # random roundings of one relaxation
+
+
+class LpRoundingSolver(Solver):
+    """Deterministic rounding: every threshold of a sweep at every eps."""
+
+    name = "lp_rounding"
+
+    def __init__(self, graph: Graph):
+        super().__init__(graph)
+        self.pool = Pool()
+        self._evaluator = Evaluator(graph)
+
+    def solve(self, budget_bytes: int, options: Options) -> Solution:
+        """See Solver.solve. The bound is the relaxation's at the whole budget, and so is a proof of infeasibility.
+
+        Such a proof counts where no window restricts the model: for any schedule, or in graphs with a
+        backward pass for forward-once ones.
+        """
+        clock = Clock(options.time_limit_s)
+        self.pool.add(self._evaluator.store_all)
+        recorder = Recorder(self.pool, budget_bytes, clock, options)
+        if recorder.best is not None and recorder.best.cost <= self.graph.total_cost:
+            recorder.raise_bound(self.graph.total_cost)
+            return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of="checkmate")
+        restrictions = self._restrictions()
+        model = build_stage_model(self.graph, restrictions, build_scope(self.graph, restrictions))
+        clock.phase("build")
+        relaxation = Relaxation(model, budget_bytes)
+        random = np.random.default_rng(options.seed)
+        for eps in _EPS:
+            relaxed = relaxation.solve(budget_bytes * (1 - eps), clock.left_s)
+            clock.phase("relax")
+            if relaxed.x is None:
+                break
+            if not eps:
+                recorder.raise_bound(relaxed.bound)
+            for schedule in self._roundings(model, relaxed, random):
+                recorder.offer(schedule)
+                if clock.left_s <= 0:
+                    break
+            clock.phase("round")
+        infeasible = not eps and relaxed.outcome is Outcome.INFEASIBLE and restrictions.window is None
+        proven = recorder.gap() <= 1e-6
+        return self._solution(
+            recorder,
+            clock,
+            status=Status.INFEASIBLE if infeasible else Status.OPTIMAL if proven else None,
+            bound_of=restrictions.model_name(),
+        )
+
+    def _restrictions(self) -> Restrictions:
+        """The widest window whose model is not too large."""
+        forward_once = bool(self.graph.is_gradient.any())
+        choices = [Restrictions(window=window, forward_once=forward_once) for window in _WINDOWS]
+        small = (r for r in choices if build_scope(self.graph, r).again.sum() <= _PLACES)
+        return next(small, choices[-1])
+
+    def _roundings(
+        self,
+        model: StageModel,
+        relaxed: Relaxed,
+        random: np.random.Generator,  # noqa: ARG002 - the other kind of rounding needs it
+    ) -> Iterator[StagedSchedule]:
+        return round_relaxation(model, self._evaluator, relaxed.x)
+
+
+class RandomLpRoundingSolver(LpRoundingSolver):
+    """Randomized rounding: a value is held with the probability that the relaxation gives it."""
+
+    name = "lp_rounding_random"
+
+    def _roundings(self, model: StageModel, relaxed: Relaxed, random: np.random.Generator) -> Iterator[StagedSchedule]:
+        for _ in range(_DRAWS):
+            rounded = (random.random(model.num_columns) < relaxed.x).astype(float)
+            yield self._evaluator.evaluate(model.scope.blocks, model.held_masks(rounded))

@@ -1,0 +1,240 @@
+"""Cost, bound and time of every strategy on a folder of graphs.
+
+    python experiments/solvers.py FOLDER                                 # the whole table, results/solvers.json
+    python experiments/solvers.py FOLDER --graphs unet_rt --strategies auto --out /tmp/out.json
+
+The folder holds graph files as `checkmate-tf solve` reads them. Graphs of TABLE that the folder lacks
+are left out; "large" graphs are generated. Each graph and strategy runs in a process of its own, one
+after the other, and every sequence is judged here from the file alone. Budgets are fractions of the peak
+of running every node once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).parent
+VERSION = 1
+BASELINES = "baselines"  # in a case: every strategy that is not named in SEARCHES
+SEARCHES = ("auto", "stages", "milp", "intervals", "lp_rounding", "local_search")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Budgets and strategies for some graphs; budgets are fractions, or bytes where they are whole numbers."""
+
+    graphs: tuple[str, ...]
+    budgets: tuple[float | int, ...]
+    strategies: tuple[str, ...]
+    time_limit_s: float
+
+
+TABLE = (
+    Case(("mobilenet_rt", "resnet50_rt", "unet_rt"), (0.35, 0.5, 0.7), ("auto", "intervals", "lp_rounding"), 20.0),
+    Case(("mobilenet_rt", "resnet50_rt", "unet_rt"), (0.35, 0.5, 0.7), (BASELINES,), 20.0),
+    Case(("densenet121_rt",), (0.35, 0.5, 0.7), ("auto", BASELINES), 120.0),
+    Case(("ResNet50", "FCN8"), (0.9, 0.8, 0.7), ("auto", "intervals", "local_search"), 60.0),
+    Case(("RL1", "RL2"), (0.9, 0.8, 0.7), ("auto", "intervals", "local_search"), 60.0),
+    Case(("VGG16", "MobileNet", "ResNet50", "unet_rt"), (0.9, 0.7, 0.5), ("auto", "lp_rounding"), 30.0),
+    Case(("chain32",), tuple(range(7, 35)), ("auto", "griewank"), 20.0),
+    Case(("chain1000", "lstm_4x64", "resnet1000", "transformer48", "transformer256"), (0.3,), ("auto",), 300.0),
+)
+
+
+def main() -> int:
+    """Runs each graph and strategy in a process and collects what they write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=pathlib.Path, help="of graph files")
+    parser.add_argument("--graphs", nargs="+", help="only these")
+    parser.add_argument("--strategies", nargs="+", help="only these")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "solvers.json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        print("RESULT " + json.dumps(run_case(**json.loads(args.worker))))
+        return 0
+    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    with tempfile.TemporaryDirectory() as scratch:
+        for case, name, strategy in jobs(args.graphs, args.strategies):
+            path = graph_path(args.folder, pathlib.Path(scratch), name)
+            if path is None:
+                print(f"{name}: not in {args.folder}", flush=True)
+                continue
+            found = run_worker(args.folder, path, name, strategy, case, args.seed)
+            done = {key(row) for row in found}
+            rows = [row for row in rows if key(row) not in done] + found
+            content = {"version": VERSION, "environment": environment(), "settings": {"seed": args.seed}, "rows": rows}
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(content, indent=1) + "\n")
+    return 0 if all(row["judged"] is not False for row in rows) else 1
+
+
+def key(row: dict) -> tuple:
+    """What a row is the result of."""
+    return row["graph"], row["budget"], row["strategy"], row["time_limit_s"]
+
+
+def jobs(graphs: list[str] | None, strategies: list[str] | None):
+    """(case, graph, strategy) of the table, with strategies that are registered."""
+    from checkmate_tf.solvers import names
+
+    for case in TABLE:
+        wanted = [s for s in names() if s in case.strategies or (BASELINES in case.strategies and s not in SEARCHES)]
+        for name in case.graphs:
+            for strategy in wanted:
+                if (graphs is None or name in graphs) and (strategies is None or strategy in strategies):
+                    yield case, name, strategy
+
+
+def graph_path(folder: pathlib.Path, scratch: pathlib.Path, name: str) -> pathlib.Path | None:
+    """The file of a graph, made if it is one of the generated ones; None where there is none."""
+    from large_graphs import LARGE
+
+    from checkmate_tf.core.graph_file import write_graph
+
+    if name not in LARGE:
+        path = folder / f"{name}.json"
+        return path if path.exists() else None
+    path = scratch / f"{name}.json"
+    if not path.exists():
+        write_graph(path, LARGE[name](), name)
+    return path
+
+
+def run_worker(folder, path, name: str, strategy: str, case: Case, seed: int) -> list[dict]:
+    """Runs one strategy on one graph in a fresh process and returns its rows."""
+    job = {
+        "path": str(path),
+        "name": name,
+        "strategy": strategy,
+        "budgets": case.budgets,
+        "time_limit_s": case.time_limit_s,
+        "seed": seed,
+    }
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(folder), "--worker", json.dumps(job)], stdout=subprocess.PIPE, text=True
+    )
+    rows = []
+    for line in process.stdout:
+        if line.startswith("RESULT "):
+            rows = json.loads(line.removeprefix("RESULT "))
+        else:
+            print(line, end="", flush=True)
+    if process.wait():
+        raise SystemExit(f"{name}, {strategy} failed with exit status {process.returncode}")
+    return rows
+
+
+def run_case(path: str, name: str, strategy: str, budgets: list, time_limit_s: float, seed: int) -> list[dict]:
+    """Solves one graph at each budget, each with a new solver; runs in the worker process."""
+    from checkmate_tf.core.graph_file import read_graph
+    from checkmate_tf.core.problem import Options
+    from checkmate_tf.solvers import create
+
+    graph, content = read_graph(path), json.loads(pathlib.Path(path).read_text())
+    rows = []
+    for budget in budgets:
+        budget_bytes = budget if isinstance(budget, int) else int(budget * graph.store_all_peak_bytes)
+        began, cpu = time.perf_counter(), time.process_time()
+        solution = create(strategy, graph).solve(budget_bytes, Options(time_limit_s=time_limit_s, seed=seed))
+        rows.append(
+            {
+                "graph": name,
+                "n": graph.n,
+                "m": sum(map(len, graph.deps)),
+                "budget": budget,
+                "budget_bytes": budget_bytes,
+                "strategy": strategy,
+                "time_limit_s": time_limit_s,
+                "seconds": round(time.perf_counter() - began, 3),
+                "cpu_seconds": round(time.process_time() - cpu, 3),
+                "memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+                **outcome(graph, content, solution, budget_bytes),
+            }
+        )
+        print(json.dumps({k: v for k, v in rows[-1].items() if k not in ("history", "phases_s")}), flush=True)
+    return rows
+
+
+def outcome(graph, content: dict, solution, budget_bytes: int) -> dict:
+    """What a solution says of itself, and what the judge says of its sequence."""
+    found = solution.schedule is not None
+    base = graph.total_cost or 1.0
+    row = {
+        "status": solution.status.value,
+        "cost": solution.cost if found else None,
+        "cost_increase_percent": round(100 * (solution.cost / base - 1), 4) if found else None,
+        "peak_bytes": solution.peak_bytes if found else None,
+        "lower_bound": solution.bound,
+        "bound_of": solution.bound_of or None,
+        "gap_percent": round(100 * solution.gap, 4) if solution.gap is not None else None,
+        "judged": None,
+        "phases_s": {phase: round(seconds, 3) for phase, seconds in solution.phases_s.items()},
+        "history": [[round(seconds, 3), round(100 * (cost / base - 1), 4)] for seconds, cost in solution.history],
+    }
+    if found:
+        judged = judge(content, solution.schedule.sequence().tolist())
+        row["judged"] = (
+            judged is not None
+            and judged[1] == solution.peak_bytes <= budget_bytes
+            and abs(judged[0] - solution.cost) <= 1e-9 * abs(solution.cost)
+        )
+    return row
+
+
+def judge(content: dict, sequence: list[int]) -> tuple[float, int] | None:
+    """(cost, peak bytes) of a sequence, counted from the file's own nodes and edges; None where it breaks a rule.
+
+    Walks backwards: a computation's value is live from it to the last reader before the next computation.
+    """
+    nodes = content["nodes"]
+    inputs: list[set[int]] = [set() for _ in nodes]
+    for producer, consumer in content["edges"]:
+        inputs[consumer].add(producer)
+    if set(sequence) != set(range(len(nodes))):
+        return None
+    live: set[int] = set()
+    in_use, peak = 0, 0
+    for node in reversed(sequence):
+        if node not in live:
+            in_use += nodes[node]["bytes"]
+        for read in inputs[node] - live:
+            live.add(read)
+            in_use += nodes[read]["bytes"]
+        peak = max(peak, in_use + nodes[node].get("workspace", 0))
+        live.discard(node)
+        in_use -= nodes[node]["bytes"]
+    if live:  # read before it was computed
+        return None
+    return sum(nodes[node]["cost"] for node in sequence), peak + content.get("fixed_bytes", 0)
+
+
+def environment() -> dict:
+    """The machine, how busy it was, and the versions."""
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{package: importlib.metadata.version(package) for package in ("ortools", "numpy", "checkmate_tf")},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

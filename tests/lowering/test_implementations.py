@@ -1,0 +1,378 @@
+"""Rules fire where they may and nowhere else, and what they put in place computes the same."""
+
+from __future__ import annotations
+
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_steps import numbers
+
+from checkmate_tf.lowering.extract import extract
+from checkmate_tf.lowering.implementations.registry import RULES
+from checkmate_tf.lowering.implementations.rule import Variant
+from checkmate_tf.lowering.rebuild import as_function, call_unoptimized
+from checkmate_tf.lowering.trace import trace
+
+FUSED = {rule.name: rule for rule in RULES["fused"]}
+briefly = settings(max_examples=12, deadline=None)
+layers = keras.layers
+
+
+# What a rule puts in place against its pattern in float64.
+
+
+def spec(*shape, dtype=tf.float32) -> tf.TensorSpec:
+    return tf.TensorSpec(shape, dtype)
+
+
+@st.composite
+def batch_norm_variants(draw) -> Variant:
+    shape = [*draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)), draw(st.integers(1, 9))]
+    gradients = draw(st.sampled_from(["all", "weights", "none"]))
+    weights = draw(st.sets(st.sampled_from(["scale", "offset"]), min_size=gradients == "weights"))
+    inputs = {"x": spec(*shape), "epsilon": spec()} | {name: spec(shape[-1]) for name in sorted(weights)}
+    inputs |= {"dy": spec(*shape)} if gradients != "none" else {}
+    axis = draw(st.sampled_from([-1, len(shape) - 1]))
+    return Variant(tuple(inputs.items()), ("epsilon",), (("gradients", gradients), ("axis", axis)))
+
+
+@st.composite
+def layer_norm_variants(draw) -> Variant:
+    shape = [*draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)), draw(st.integers(2, 40))]
+    last = spec(*[1] * (len(shape) - 1), shape[-1])
+    gradients = draw(st.sampled_from(["all", "weights", "none"]))
+    inputs = {"x": spec(*shape), "epsilon": spec(), "scale": last, "offset": last}
+    inputs |= {"dy": spec(*shape)} if gradients != "none" else {}
+    axis = draw(st.sampled_from([-1, len(shape) - 1]))
+    return Variant(tuple(inputs.items()), ("epsilon",), (("gradients", gradients), ("axis", axis)))
+
+
+@st.composite
+def gelu_variants(draw) -> Variant:
+    x = spec(*draw(st.lists(st.integers(1, 8), min_size=1, max_size=4)))
+    return Variant((("x", x), ("dy", x)) if draw(st.booleans()) else (("x", x),))
+
+
+@st.composite
+def padded_variants(draw, kind: str) -> Variant:
+    sizes = [draw(st.integers(4, 9)) for _ in range(2)]
+    channels, filters, window = (draw(st.integers(1, 4)) for _ in range(3))
+    strides = [draw(st.integers(1, 3))] * 2 if kind == "DepthwiseConv2dNative" else [draw(st.integers(1, 3)), 2]
+    out = [-(-size // stride) for size, stride in zip(sizes, strides, strict=True)]
+    totals = [max(0, (n - 1) * s + window - size) for n, s, size in zip(out, strides, sizes, strict=True)]
+    gradients = draw(st.sampled_from([("x", "weights"), ("x",), ("weights",), ()]))
+    x, weights = spec(2, *sizes, channels), spec(window, window, channels, filters)
+    dy = spec(2, *out, filters if kind == "Conv2D" else channels * filters)
+    settings = {
+        "kind": kind,
+        "paddings": ((0, 0), *((total // 2, total - total // 2) for total in totals), (0, 0)),
+        "strides": (1, *strides, 1),
+        "dilations": (1, 1, 1, 1),
+        "gradients": gradients,
+    }
+    inputs = {"x": x, "weights": weights} | ({"dy": dy} if gradients else {})
+    return Variant(tuple(inputs.items()), (), tuple(settings.items()))
+
+
+@st.composite
+def pointwise_variants(draw) -> Variant:
+    *rows, channels, filters = (draw(st.integers(1, 6)) for _ in range(5))
+    inputs = {"x": spec(*rows, channels), "sizes": spec(4, dtype=tf.int32), "dy": spec(*rows, filters)}
+    settings = {"padding": draw(st.sampled_from(["SAME", "VALID"])), "dilations": (1, 1, 1, 1)}
+    return Variant(tuple(inputs.items()), (), tuple(settings.items()))
+
+
+VARIANTS = {
+    "batch_norm": batch_norm_variants(),
+    "layer_norm": layer_norm_variants(),
+    "gelu": gelu_variants(),
+    "padded_convolution": padded_variants("Conv2D"),
+    "padded_depthwise_convolution": padded_variants("DepthwiseConv2dNative"),
+    "pointwise_filter_gradient": pointwise_variants(),
+}
+
+
+def test_every_rule_is_tested_and_explained():
+    assert VARIANTS.keys() == FUSED.keys()
+    assert len(FUSED) == len(RULES["fused"])
+    assert all(rule.saves and 0 < rule.tolerance < 1e-3 for rule in FUSED.values())
+
+
+@pytest.mark.parametrize("name", FUSED)
+@briefly
+@given(data=st.data())
+def test_a_replacement_computes_what_the_pattern_computes_in_float64(name, data):
+    rule, variant = FUSED[name], data.draw(VARIANTS[name])
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+    values = {part: rng.normal(1.0, 2.0, part_spec.shape) for part, part_spec in variant.inputs}
+    values |= {part: np.array(1e-3) for part in variant.constants}
+
+    if "sizes" in values:
+        values["sizes"] = np.array([1, 1, values["x"].shape[3], values["dy"].shape[3]])
+
+    def results(function, dtype):
+        kwargs = {part: tf.constant(value, dtype) for part, value in values.items() if part not in variant.constants}
+        kwargs |= {part: values[part].astype(dtype.as_numpy_dtype) for part in variant.constants}
+        kwargs |= {"sizes": tf.constant(values["sizes"], tf.int32)} if "sizes" in values else {}
+        return function(**kwargs, **dict(variant.settings))
+
+    wanted, found = results(rule.pattern, tf.float64), results(rule.replacement, tf.float32)
+    assert {part for part, value in wanted.items() if value is not None} == found.keys()
+    for part, value in found.items():
+        scale = max(np.abs(wanted[part]).max(), *(np.abs(v).max() for v in values.values()))
+        if "dx" in part and "norm" in name:
+            scale *= 1 / math.sqrt(1e-3)  # the reciprocal deviation of a row or column that hardly varies
+        np.testing.assert_allclose(value, wanted[part], rtol=0, atol=rule.tolerance * scale, err_msg=part)
+
+
+# Where rules fire, and what a step then does.
+
+
+class Training:
+    """A model's training step, unmodified and with rules."""
+
+    def __init__(self, model: keras.Model, x: np.ndarray, loss=None):
+        keras.utils.set_random_seed(0)
+        self.x = x.astype(model.input.dtype)
+        y = model(self.x)
+        self.weights = numbers(*y.shape).astype(y.dtype.as_numpy_dtype)
+        self.model = model
+        self.loss = loss or (lambda y: tf.reduce_sum(y * self.weights))
+        self.variables = model.variables
+
+    def step(self, x):
+        with tf.GradientTape() as tape:
+            loss = self.loss(self.model(x, training=True))
+        trained = self.model.trainable_variables
+        gradients = tape.gradient(loss, trained)
+        for variable, gradient in zip(trained, gradients, strict=True):
+            variable.assign(variable - 0.01 * gradient)
+        return [loss, *gradients]
+
+    def fused(self):
+        return trace(self.step, tf.TensorSpec(self.x.shape, self.x.dtype), rules=RULES["fused"])
+
+    def fired(self) -> list[str]:
+        return sorted(fired.rule for fired in self.fused().fired)
+
+    def assert_same(self, rtol: float = 1e-4):
+        """Results, gradients and variables agree after a fused and after an unmodified step."""
+        traced = self.fused()
+        function = as_function(traced.graph_def, traced.feeds, traced.fetches, traced.side_effects)
+        outcomes = []
+        for run in (
+            lambda x: call_unoptimized(function, [x, *traced.function.captured_inputs]),
+            tf.function(self.step),
+        ):
+            start = [variable.numpy() for variable in self.variables]
+            results = [result.numpy() for result in run(tf.constant(self.x))]
+            outcomes.append(results + [variable.numpy() for variable in self.variables])
+            for variable, value in zip(self.variables, start, strict=True):
+                variable.assign(value)
+        for found, wanted in zip(*outcomes, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=rtol * max(1.0, np.abs(wanted).max()))
+
+
+def model_of(*stack, shape, dtype="float32") -> keras.Model:
+    inputs = x = keras.Input(shape, dtype=dtype)
+    for layer in stack:
+        x = layer(x)
+    return keras.Model(inputs, x)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    shape=st.lists(st.integers(2, 5), min_size=1, max_size=4),
+    scale=st.booleans(),
+    center=st.booleans(),
+    last=st.booleans(),
+    epsilon=st.sampled_from([1e-3, 1.1e-5]),
+    below=st.booleans(),
+)
+def test_batch_norm_is_fused_whatever_its_form(shape, scale, center, last, epsilon, below):
+    axis = len(shape) if last else -1
+    norm = layers.BatchNormalization(axis=axis, scale=scale, center=center, epsilon=epsilon, momentum=0.7)
+    under = [layers.Dense(shape[-1])] if below or not (scale or center) else []
+    training = Training(model_of(*under, norm, layers.Activation("tanh"), shape=shape), numbers(6, *shape))
+    assert training.fired() == ["batch_norm"]
+    training.assert_same()
+
+
+def test_statistics_are_those_of_keras():
+    norm = layers.BatchNormalization(momentum=0.0)
+    training = Training(model_of(norm, shape=(3, 2)), numbers(5, 3, 2))
+    traced = training.fused()
+    function = as_function(traced.graph_def, traced.feeds, traced.fetches, traced.side_effects)
+    call_unoptimized(function, [tf.constant(training.x), *traced.function.captured_inputs])
+    x = training.x.astype(np.float64)
+    np.testing.assert_allclose(norm.moving_mean, x.mean((0, 1)), rtol=1e-5)
+    np.testing.assert_allclose(norm.moving_variance, x.var((0, 1)), rtol=1e-5)  # not of the unbiased estimate
+
+
+def test_an_input_that_is_also_read_elsewhere_keeps_its_other_gradients():
+    inputs = keras.Input((4, 4, 3))
+    x = layers.Conv2D(3, 1)(inputs)
+    one, other = (layers.BatchNormalization()(x) for _ in range(2))
+    training = Training(
+        keras.Model(inputs, layers.Add()([layers.ReLU()(one), other, keras.ops.sin(x)])), numbers(4, 4, 4, 3)
+    )
+    assert training.fired() == ["batch_norm"] * 2
+    training.assert_same()
+
+
+def unfused_batch_norms():
+    norm = layers.BatchNormalization
+    frozen = norm()
+    frozen.trainable = False
+    yield "channels are not last", model_of(norm(axis=1), layers.Dense(2), shape=(4, 5))
+    yield "float64", model_of(layers.Dense(3, dtype="float64"), norm(dtype="float64"), shape=(4,), dtype="float64")
+    yield "moving statistics", model_of(layers.Dense(3), frozen, layers.Dense(2), shape=(4,))
+    # Scale and offset depend on the moments: the fused op would depend on itself.
+    yield "renormalised", model_of(layers.Dense(3), norm(renorm=True), shape=(4,))
+
+
+def name_of(value) -> str:
+    return value if isinstance(value, str) else ""
+
+
+@pytest.mark.parametrize(("why", "model"), list(unfused_batch_norms()), ids=name_of)
+def test_batch_norm_stays_where_a_precondition_fails(why, model):
+    assert Training(model, numbers(6, *model.input.shape[1:])).fired() == [], why
+
+
+def test_batch_norm_stays_where_its_inner_values_are_used():
+    scale, offset = tf.Variable(numbers(3)), tf.Variable(numbers(3))
+
+    def fired(used, watched):
+        def run(x):
+            with tf.GradientTape() as tape:
+                if watched:
+                    tape.watch(x)
+                mean, variance = tf.nn.moments(x, [0])
+                y = tf.nn.batch_normalization(x, mean, variance, offset, scale, 1e-3)
+                loss = tf.reduce_sum(tf.sin(y)) + (tf.reduce_sum(tf.sin(variance)) if used else 0.0)
+            gradients = tape.gradient(loss, [scale, offset, *([x] if watched else [])])
+            scale.assign_sub(gradients[0])
+            return gradients
+
+        return [f.rule for f in trace(run, tf.TensorSpec([8, 3]), rules=RULES["fused"]).fired]
+
+    assert fired(used=False, watched=True) == ["batch_norm"]
+    assert fired(used=True, watched=True) == []  # the variance has a gradient of its own
+    assert fired(used=True, watched=False) == ["batch_norm"]  # only its value is used
+
+
+def test_layer_norm_and_gelu_are_replaced_and_keep_only_their_input():
+    stack = [layers.Dense(16), layers.LayerNormalization(), layers.Dense(32, activation="gelu"), layers.Dense(4)]
+    training = Training(model_of(*stack, shape=(6, 8)), numbers(4, 6, 8))
+    assert training.fired() == ["gelu", "layer_norm"]
+    training.assert_same()
+    graph = extract(training.fused()).op_graph
+    large = 4 * 6 * 16 * 4
+    kept = {
+        graph.types[graph.producer[owner]]
+        for op in np.flatnonzero(graph.is_gradient)
+        for owner in graph.storage_inputs[op]
+        if graph.tensor_bytes[owner] >= large and not graph.is_gradient[graph.producer[owner]]
+    }
+    assert kept <= {"AddV2", "BiasAdd", "MatMul", "Erfc", "Mul"}
+
+
+def test_layer_norm_and_gelu_stay_in_other_forms():
+    for stack in (
+        [layers.LayerNormalization(axis=(1, 2))],
+        [layers.LayerNormalization(scale=False)],
+        [layers.Dense(8), layers.Activation(lambda x: keras.activations.gelu(x, approximate=True))],
+        [layers.Dense(8, dtype="float64"), layers.Activation("gelu", dtype="float64")],
+    ):
+        dtype = stack[-1].dtype_policy.name
+        training = Training(model_of(*stack, layers.Dense(2, dtype=dtype), shape=(6, 8), dtype=dtype), numbers(4, 6, 8))
+        assert training.fired() == []
+
+
+def test_padding_goes_into_convolutions():
+    stack = [
+        layers.ZeroPadding2D(((0, 1), (0, 1))),
+        layers.DepthwiseConv2D(3, strides=2),
+        layers.ZeroPadding2D(),
+        layers.Conv2D(2, 3),
+    ]
+    training = Training(model_of(*stack, shape=(14, 12, 3)), numbers(2, 14, 12, 3))
+    assert training.fired() == ["padded_convolution", "padded_depthwise_convolution"]
+    training.assert_same()
+
+
+def unfused_paddings():
+    def with_ones(x):
+        return tf.pad(x, [[0, 0], [1, 1], [1, 1], [0, 0]], constant_values=1.0)
+
+    def of_the_batch(x):
+        return tf.pad(x, [[0, 1], [1, 1], [1, 1], [0, 0]])
+
+    yield "padded again", [layers.ZeroPadding2D(), layers.Conv2D(2, 3, padding="same")]
+    yield "not as much as SAME", [layers.ZeroPadding2D(), layers.Conv2D(2, 2)]
+    yield "on the other side", [layers.ZeroPadding2D(((1, 0), (1, 0))), layers.DepthwiseConv2D(3, strides=2)]
+    yield "not of zeros", [layers.Lambda(with_ones), layers.Conv2D(2, 3)]
+    yield "of the batch", [layers.Conv2D(2, 1), layers.Lambda(of_the_batch), layers.Conv2D(2, 3)]
+
+
+@pytest.mark.parametrize(("why", "stack"), list(unfused_paddings()), ids=name_of)
+def test_padding_stays_where_a_precondition_fails(why, stack):
+    assert Training(model_of(*stack, shape=(6, 6, 3)), numbers(2, 6, 6, 3)).fired() == [], why
+
+
+def test_a_padded_tensor_that_is_also_read_elsewhere_stays():
+    inputs = keras.Input((6, 6, 3))
+    padded = layers.ZeroPadding2D()(inputs)
+    model = keras.Model(inputs, layers.Conv2D(2, 3)(padded))
+    both = keras.Model(
+        inputs, layers.Concatenate()([layers.Conv2D(2, 3)(padded), keras.ops.sin(padded)[:, 1:-1, 1:-1]])
+    )
+    assert Training(model, numbers(2, 6, 6, 3)).fired() == ["padded_convolution"]
+    assert Training(both, numbers(2, 6, 6, 3)).fired() == []
+
+
+def pointwise_convolutions():
+    convolution = layers.Conv2D
+    yield ["pointwise_filter_gradient"], [convolution(4, 1, use_bias=False)]
+    yield [], [convolution(4, 1)]  # its bias gradient is computed with it
+    yield [], [convolution(4, 1, strides=2, use_bias=False)]
+    yield [], [convolution(4, (1, 2), use_bias=False)]
+
+
+@pytest.mark.parametrize(("rules", "stack"), list(pointwise_convolutions()))
+def test_only_filter_gradients_of_single_elements_become_products(rules, stack):
+    training = Training(model_of(*stack, shape=(6, 6, 3)), numbers(2, 6, 6, 3))
+    assert training.fired() == rules
+    training.assert_same()
+
+
+@pytest.mark.parametrize("channels", [3, 8])
+def test_what_grappler_merges_with_a_fused_batch_norm_stays_sized_and_right(channels):
+    stack = [layers.Conv2D(channels, 3), layers.BatchNormalization(), layers.ReLU(), layers.Conv2D(4, 3)]
+    training = Training(model_of(*stack, shape=(16, 15, 3)), numbers(3, 16, 15, 3))
+    training.assert_same()
+    assert not extract(training.fused()).unsized
+
+
+def test_nothing_is_replaced_on_an_exact_step():
+    training = Training(model_of(layers.Dense(3), layers.BatchNormalization(), shape=(4,)), numbers(6, 4))
+    traced = trace(training.step, tf.TensorSpec(training.x.shape), rules=RULES["exact"])
+    assert not traced.fired
+    assert not any(node.op.startswith("FusedBatchNorm") for node in traced.graph_def.node)
+
+
+def test_what_a_rule_makes_takes_the_place_of_what_it_replaces():
+    stack = [layers.Conv2D(8, 3), layers.BatchNormalization(), layers.ReLU(6.0), layers.Conv2D(4, 3)]
+    graph = extract(Training(model_of(*stack, shape=(16, 16, 3)), numbers(8, 16, 16, 3)).fused()).op_graph
+    kinds = ("FusedBatchNormV3", "Relu6", "Relu6Grad", "FusedBatchNormGradV3")
+    place = {kind: graph.types.index(kind) for kind in kinds}
+    assert list(place.values()) == sorted(place.values())
+    assert [bool(graph.is_gradient[k]) for k in place.values()] == [False, False, True, True]
+    norm = place["FusedBatchNormV3"]
+    assert graph.tensor_bytes[graph.outputs[norm][-1]] == 0

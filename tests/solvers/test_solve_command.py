@@ -1,0 +1,126 @@
+"""`checkmate-tf solve`: what it prints and writes, how it ends, and that it needs no TensorFlow."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import graphs_for_solvers as small
+import pytest
+
+from checkmate_tf import cli
+from checkmate_tf.core.graph_file import read_graph, read_sequence, write_graph
+
+ROOT = Path(__file__).parents[2]
+KEYS = {
+    "status", "cost", "cost_increase_percent", "peak", "lower_bound", "bound_of", "gap_percent", "seconds", "strategy",
+    "n", "m", "budget",
+}  # fmt: skip
+
+
+@pytest.fixture
+def graph_file(tmp_path):
+    def write(graph):
+        path = tmp_path / "graph.json"
+        write_graph(path, graph)
+        return path
+
+    return write
+
+
+def solve(capsys, path, *options):
+    status = cli.main(["solve", str(path), *map(str, options)])
+    text = capsys.readouterr().out
+    return status, json.loads(text) if text else None
+
+
+@pytest.mark.parametrize("budget", [("--budget-fraction", "0.6"), ("--budget", "{}"), ("--budget", "{} B")])
+def test_prints_one_object_and_writes_the_sequence(graph_file, capsys, tmp_path, budget):
+    graph = small.residual(4)
+    path, out = graph_file(graph), tmp_path / "sequence.json"
+    limit = int(0.6 * graph.store_all_peak_bytes)
+    status, found = solve(capsys, path, budget[0], budget[1].format(limit), "--time-limit", 2, "--out", out)
+    assert status == 0
+    assert found.keys() == KEYS
+    cost, peak = small.run(graph, read_sequence(out, graph.n))
+    assert abs(found["budget"] - limit) <= 1  # rounding of the fraction
+    assert (found["cost"], found["peak"]) == (pytest.approx(cost), peak)
+    assert peak <= found["budget"]
+    assert found["cost_increase_percent"] == pytest.approx(100 * (cost / graph.total_cost - 1), abs=1e-4)
+    assert found["lower_bound"] <= cost * (1 + 1e-9)
+    assert (found["n"], found["m"]) == (graph.n, sum(map(len, graph.deps)))
+
+
+def test_proven_infeasibility_is_status_3(graph_file, capsys, tmp_path):
+    out = tmp_path / "sequence.json"
+    status, found = solve(capsys, graph_file(small.chain(5)), "--budget", 1, "--time-limit", 2, "--out", out)
+    assert (status, found["status"]) == (3, "infeasible")
+    assert found["bound_of"]
+    assert found["cost"] is found["gap_percent"] is None
+    assert not out.exists()
+
+
+def test_nothing_found_is_status_4(graph_file, capsys):
+    status, found = solve(capsys, graph_file(small.chain(5)), "--budget-fraction", 0.7, "--strategy", "checkpoint_all")
+    assert (status, found["status"]) == (4, "unknown")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--budget 0", "must be positive"),
+        ("--budget 1.5", "whole bytes or a size such as 4GiB; got '1.5'"),
+        ("--budget auto", "got 'auto'"),
+        ("--budget-fraction 1.5", "above 0 and at most 1"),
+        ("--budget-fraction nan", "above 0 and at most 1"),
+        ("--budget 9 --strategy magic", "strategy must be one of auto, .*; got 'magic'"),
+        ("--budget 9 --seed -1", "seed must not be negative"),
+        ("--budget 9 --out /no/such/place/s.json", "a directory that exists"),
+    ],
+)
+def test_unusable_options_are_status_2_with_a_message(graph_file, capsys, options, message):
+    assert cli.main(["solve", str(graph_file(small.chain(3))), *options.split()]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert re.search(message, captured.err)
+
+
+def test_an_unusable_graph_is_status_2_with_a_message(tmp_path, capsys):
+    path = tmp_path / "graph.json"
+    path.write_text('{"nodes": 3}')
+    assert cli.main(["solve", str(path), "--budget", "5"]) == 2
+    assert '"nodes" must be a list; got a number' in capsys.readouterr().err
+    assert cli.main(["solve", str(tmp_path / "missing.json"), "--budget", "5"]) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--budget", "5", "--budget-fraction", "0.5"], ["--budget", "5", "--time-limit", "0"]]
+)
+def test_contradicting_options_are_refused(graph_file, options):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["solve", str(graph_file(small.chain(3))), *options])
+    assert caught.value.code == 2
+
+
+def test_an_interrupt_gives_the_best_so_far(graph_file, tmp_path):
+    graph = small.residual(60)
+    path, out = graph_file(graph), tmp_path / "sequence.json"
+    command = [sys.executable, "-m", "checkmate_tf", "solve", path, "--budget-fraction", "0.3", "--time-limit", "120"]
+    process = subprocess.Popen([*command, "--out", out], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    time.sleep(4.0)
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    found = json.loads(text)
+    assert found["seconds"] < 60
+    assert small.run(read_graph(path), read_sequence(out, graph.n))[1] <= found["budget"]
+
+
+def test_tensorflow_is_not_loaded(graph_file):
+    code = "import sys; from checkmate_tf.cli import main; main(); sys.exit('tensorflow' in sys.modules)"
+    options = [str(graph_file(small.chain(4))), "--budget-fraction", "0.8"]
+    ran = subprocess.run([sys.executable, "-c", code, "solve", *options], cwd=ROOT, capture_output=True, check=False)
+    assert ran.returncode == 0, ran.stderr
