@@ -9,6 +9,7 @@ from checkmate_tf._version import __version__
 from checkmate_tf.errors import (
     BudgetError,
     CheckmateError,
+    FileError,
     InfeasibleBudget,
     ModelError,
     NoScheduleFound,
@@ -16,20 +17,25 @@ from checkmate_tf.errors import (
 )
 
 _LAZY = {
-    "Report": "checkmate_tf.reporting",
+    "MaxBatchSize": "checkmate_tf.batch_size",
     "MinimumBudget": "checkmate_tf.api",
+    "Report": "checkmate_tf.reporting",
+    "TradeoffCurve": "checkmate_tf.tradeoff",
     "compile": "checkmate_tf.api",
     "function": "checkmate_tf.api",
+    "max_batch_size": "checkmate_tf.api",
     "minimum_budget": "checkmate_tf.api",
     "report": "checkmate_tf.api",
     "reserve": "checkmate_tf.api",
     "restore": "checkmate_tf.api",
     "strategies": "checkmate_tf.api",
+    "tradeoff_curve": "checkmate_tf.api",
 }
 
 __all__ = [
     "BudgetError",
     "CheckmateError",
+    "FileError",
     "InfeasibleBudget",
     "ModelError",
     "NoScheduleFound",

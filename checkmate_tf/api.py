@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import keras
 
 from checkmate_tf import solvers
+from checkmate_tf.batch_size import MaxBatchSize
 from checkmate_tf.budget import Budget, parse
 from checkmate_tf.errors import ModelError, OptionError
-from checkmate_tf.keras import train_step
+from checkmate_tf.keras import curve, max_batch, train_step
 from checkmate_tf.keras.custom_step import PlannedFunction
 from checkmate_tf.lowering import rehearse
 from checkmate_tf.lowering.implementations.registry import RULES
-from checkmate_tf.pipeline import Settings
+from checkmate_tf.pipeline import ProfiledStep, Settings
 from checkmate_tf.progress import progress
 from checkmate_tf.reporting import Report
+from checkmate_tf.tradeoff import TradeoffCurve
 
 
 def compile(
@@ -203,9 +205,119 @@ def minimum_budget(
         ModelError, OptionError: An argument means nothing; the message says what to do.
     """
     settings = _settings(1, "auto", 60.0, implementations, "profile", cache_dir, verbose)
-    phases_s: dict[str, float] = {}
-    least = train_step.minimum(model, settings, input_spec, phases_s)
-    return MinimumBudget(least.peak_bytes, least.bottleneck, least.overhead, phases_s)
+
+    def find(profiled: ProfiledStep) -> MinimumBudget:
+        least = profiled.minimum_budget()
+        return MinimumBudget(least.peak_bytes, least.bottleneck, least.overhead, profiled.phases_s)
+
+    return train_step.on_profiled(model, settings, input_spec, find)
+
+
+def tradeoff_curve(
+    model: keras.Model,
+    input_spec,
+    *,
+    budgets: Sequence[Budget] = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+    strategies: Sequence[str] = ("auto",),
+    time_limit_s: float = 30.0,
+    implementations: str = "exact",
+    path: str | os.PathLike | None = None,
+    cache_dir: str | os.PathLike | None = None,
+    verbose: bool | str = "auto",
+) -> TradeoffCurve:
+    """Plans the model's step for several budgets, with several strategies. The model is left as it was.
+
+    Nothing is trained: peaks are predicted on the device's own allocator and times from profiled ops.
+
+    Args:
+        model: Compiled, with an optimizer.
+        input_spec: (x, y) or (x, y, sample_weight) as (nested) tf.TensorSpec with every dimension.
+        budgets: Each as for `compile`; fractions are of the predicted peak of the unmodified step.
+        strategies: Names in `strategies()`. A strategy has only plans of its own.
+        time_limit_s: Seconds of search for each point.
+        implementations: As for `compile`.
+        path: JSON file that holds the curve after each point. A later call with the same model, batch and time limit
+            goes on from there, after an interruption or for more budgets; points in the file that are not asked
+            for stay in it.
+        cache_dir: Folder for measured ops; by default in the user's cache folder.
+        verbose: Whether to show progress; "auto": on a terminal.
+
+    Returns:
+        One record per strategy and budget, with `plot()`, `to_json()`, `to_csv()` and `rows()`.
+
+    Raises:
+        BudgetError, ModelError, OptionError: An argument means nothing; the message says what to do.
+        FileError: `path` holds something else; the message says what differs. It is left as it is.
+
+    References:
+        Jain et al., Checkmate, MLSys 2020, figure 4.
+    """
+    if not budgets or not strategies or isinstance(budgets, str) or isinstance(strategies, str):
+        raise OptionError(
+            f"budgets and strategies must be lists with at least one entry; got {budgets!r} and {strategies!r}."
+        )
+    settings = [
+        _settings(budget, strategy, time_limit_s, implementations, "profile", cache_dir, verbose)
+        for budget in budgets
+        for strategy in strategies
+    ]
+    return train_step.on_profiled(
+        model,
+        settings[0],
+        input_spec,
+        lambda profiled: curve.compute(profiled, asked=budgets, strategies=strategies, path=path),
+    )
+
+
+def max_batch_size(
+    model: keras.Model,
+    budget: Budget,
+    input_spec,
+    *,
+    max_overhead: float | None = None,
+    strategy: str = "auto",
+    time_limit_s: float = 30.0,
+    implementations: str = "exact",
+    measure: bool = False,
+    cache_dir: str | os.PathLike | None = None,
+    verbose: bool | str = "auto",
+) -> MaxBatchSize:
+    """Finds the largest batch that trains inside a budget. The model is left as it was.
+
+    The step is profiled at the batch of `input_spec`. Tensors that grow with the batch, and the times and workspace
+    of the ops that touch them, are scaled to other sizes; weights, their gradients and optimizer slots stay. The
+    size that is found so is confirmed by tracing, profiling and planning there, and taken down until it is. Sizes
+    less than 2 % apart are not told apart, and a longer search may find plans for larger batches.
+
+    Args:
+        model: Compiled, with an optimizer.
+        budget: As for `compile`; a fraction is of the unmodified step's predicted peak at the batch of `input_spec`.
+        input_spec: (x, y) or (x, y, sample_weight) as (nested) tf.TensorSpec with every dimension, all with the same
+            number of rows. A size whose ops take long enough to be timed well, such as 16 or 32 images.
+        max_overhead: Cap on planned / plain cost; by default one extra forward pass.
+        strategy: One of `strategies()`.
+        time_limit_s: Seconds of search for each size that is tried.
+        implementations: As for `compile`.
+        measure: Also run some steps at the size that was found, on zeros; every variable gets its value back.
+        cache_dir: Folder for measured ops; by default in the user's cache folder.
+        verbose: Whether to show progress; "auto": on a terminal.
+
+    Raises:
+        BudgetError, ModelError, OptionError: An argument means nothing; the message says what to do.
+        NoScheduleFound: No batch was found to fit.
+
+    References:
+        Jain et al., Checkmate, MLSys 2020, section 6.4 and equation 10.
+    """
+    if max_overhead is not None and not (
+        isinstance(max_overhead, (int, float)) and not isinstance(max_overhead, bool) and max_overhead >= 1
+    ):
+        raise OptionError(
+            f"max_overhead must be a number of at least 1 (1.2: a fifth more time than the plain step), or None; "
+            f"got {max_overhead!r}."
+        )
+    settings = _settings(budget, strategy, time_limit_s, implementations, "profile", cache_dir, verbose)
+    return max_batch.find(model, settings, input_spec, max_overhead=max_overhead, measure=measure)
 
 
 def strategies() -> tuple[str, ...]:

@@ -53,3 +53,7 @@ class InfeasibleBudget(CheckmateError):
 
 class OptionError(CheckmateError, ValueError):
     """An option has a value that means nothing; the message says which values do."""
+
+
+class FileError(CheckmateError, ValueError):
+    """A file is not what it was given for; the message says what it must be."""

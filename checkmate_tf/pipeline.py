@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import logging
 import time
 from collections.abc import Callable
 
-import numpy as np
 import tensorflow as tf
 
 from checkmate_tf import budget as budgets
+from checkmate_tf import describe
+from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.plan import compile_plan
-from checkmate_tf.core.simulate import simulate
+from checkmate_tf.core.simulate import Memory, simulate
 from checkmate_tf.errors import ModelError
 from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering.arena import make_room
@@ -24,7 +24,8 @@ from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 from checkmate_tf.lowering.trace import TracedStep, trace
 from checkmate_tf.planner import Candidate, Planner
-from checkmate_tf.reporting import ImplementationRow, Report, ScheduleRow
+from checkmate_tf.replay import replay
+from checkmate_tf.reporting import ImplementationRow, Report
 
 _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
 
@@ -58,10 +59,9 @@ class ProfiledStep:
     """
 
     def __init__(self, step: Callable, spec, settings: Settings):
-        self._settings = settings
-        self._unmodified = functools.partial(
-            ProfiledStep, step, spec, dataclasses.replace(settings, implementations="exact")
-        )
+        self.settings = settings
+        self._step = step
+        self._spec = spec
         self._plain_peak_bytes: int | None = None
         self.phases_s: dict[str, float] = {}
         with self._phase("trace"):
@@ -70,14 +70,8 @@ class ProfiledStep:
         if not any(t.startswith("Assign") or t.startswith("ResourceApply") for t in extracted.op_graph.types):
             raise ModelError("the training step updates no variable; there is nothing to plan.")
         self.device = devices.name_of(self.traced.function.variables)
-        make_room(
-            self.device,
-            int(
-                _ROOM
-                * simulate(extracted.op_graph, compile_plan(extracted.op_graph, range(extracted.op_graph.n))).peak_bytes
-            ),
-            [_variable_bytes(v) for v in self.traced.function.variables],
-        )
+        plain = simulate(extracted.op_graph, compile_plan(extracted.op_graph, range(extracted.op_graph.n)))
+        self.make_room(int(_ROOM * plain.peak_bytes))
         with self._phase("profile"):
             self.profile = profile(
                 extracted,
@@ -88,25 +82,76 @@ class ProfiledStep:
         self.notes = _notes(extracted.unsized)
         gc.collect()
         self.base_bytes = devices.in_use_bytes(self.device)
-        batch_bytes = max(1, sum(spec.shape.num_elements() * spec.dtype.size for spec in tf.nest.flatten(spec) if spec))
-        self.planner = Planner(
-            self.profile.op_graph,
-            self.profile.costs,
-            base_bytes=self.base_bytes,
-            allocator_peak=lambda memory, disturbance: devices.allocator_peak(
-                memory, self.device, [batch_bytes] * disturbance
-            ),
+        leaves = [leaf for leaf in tf.nest.flatten(spec) if leaf is not None]
+        self.batch_bytes = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in leaves)
+        self.planner = self.planner_for(settings.strategy, self.profile.op_graph, self.profile.costs)
+
+    def planner_for(self, strategy: str, op_graph: OpGraph, costs: Costs, *, more_bytes: int = 0) -> Planner:
+        """A planner of this step or of one like it.
+
+        Args:
+            strategy: Name of the solver.
+            op_graph: The step, in its original order.
+            costs: Its costs.
+            more_bytes: What that step's batch takes beyond this one's.
+        """
+        return Planner(
+            op_graph,
+            costs,
+            base_bytes=self.base_bytes + more_bytes,
+            allocator_peak=lambda memory, disturbance: self.allocator_peak(memory, disturbance, more_bytes=more_bytes),
             uncounted_below_bytes=devices.uncounted_below_bytes(self.device),
-            strategy=settings.strategy,
+            strategy=strategy,
         )
 
+    def replay(
+        self, candidate: Candidate, op_graph: OpGraph, costs: Costs, budget_bytes: int, *, more_bytes: int = 0
+    ) -> Candidate | None:
+        """A plan of this step at another batch, if it keeps a budget in this one or one like it.
+
+        Args:
+            candidate: The plan.
+            op_graph: The step, in its original order.
+            costs: Its costs.
+            budget_bytes: Everything included.
+            more_bytes: What that step's batch takes beyond this one's.
+        """
+        return replay(
+            candidate,
+            op_graph,
+            costs,
+            budget_bytes,
+            base_bytes=self.base_bytes + more_bytes,
+            allocator_peak=lambda memory, disturbance: self.allocator_peak(memory, disturbance, more_bytes=more_bytes),
+            uncounted_below_bytes=devices.uncounted_below_bytes(self.device),
+        )
+
+    def allocator_peak(self, memory: Memory, disturbance: int = 0, *, more_bytes: int = 0) -> int | None:
+        """The peak that the device will report for a simulated plan, or None where the memory runs out.
+
+        Args:
+            memory: The plan's simulation.
+            disturbance: Which of the allocator's states; as `Planner` numbers them.
+            more_bytes: What the batch of the plan takes beyond the one that is there.
+        """
+        peak = devices.allocator_peak(memory, self.device, [max(1, self.batch_bytes)] * disturbance)
+        return None if peak is None else peak + more_bytes
+
+    def op_graph_at(self, spec) -> OpGraph:
+        """The step traced for another argument, without measured storage."""
+        return extract(trace(self._step, spec, rules=RULES[self.settings.implementations])).op_graph
+
+    def make_room(self, nbytes: int) -> None:
+        """Makes the allocator own one free block of this size, if there is room for it."""
+        make_room(self.device, nbytes, [_variable_bytes(v) for v in self.traced.function.variables])
+
     def _phase(self, name: str):
-        return _Phase(self.phases_s, name, self._settings)
+        return _Phase(self.phases_s, name, self.settings)
 
     def budget_bytes(self) -> int:
         """The budget in bytes; for a fraction, of the predicted peak of the unmodified step."""
         return budgets.parse(
-            self._settings.budget,
+            self.settings.budget,
             plain_peak_bytes=self.plain_peak_bytes,
             device_bytes=lambda: devices.limit_bytes(self.device),
         )
@@ -119,11 +164,14 @@ class ProfiledStep:
     def plain_peak_bytes(self) -> int:
         """Predicted allocator peak of the unmodified step: ops run as they become ready."""
         if self._plain_peak_bytes is None:
-            modified = bool(self.traced.fired)
-            self._plain_peak_bytes = (
-                self._unmodified().plain_peak_bytes() if modified else self.planner.unordered().peak_bytes
-            )
+            self._plain_peak_bytes = self.unmodified().planner.unordered().peak_bytes
         return self._plain_peak_bytes
+
+    def unmodified(self) -> ProfiledStep:
+        """The step without equivalents in place of what the model does: this one where there are none."""
+        if not self.traced.fired:
+            return self
+        return ProfiledStep(self._step, self._spec, dataclasses.replace(self.settings, implementations="exact"))
 
     def planned(self) -> PlannedStep:
         """Plans and builds the step within the budget.
@@ -143,9 +191,9 @@ class ProfiledStep:
         with self._phase("solve"):
             candidate = self.planner.plan(
                 budget_bytes,
-                time_limit_s=self._settings.time_limit_s,
-                on_progress=lambda seconds, *_: self._settings.progress(
-                    "solve", min(1.0, seconds / self._settings.time_limit_s)
+                time_limit_s=self.settings.time_limit_s,
+                on_progress=lambda seconds, *_: self.settings.progress(
+                    "solve", min(1.0, seconds / self.settings.time_limit_s)
                 ),
             )
         return candidate, self.build(candidate)
@@ -277,8 +325,12 @@ class PlannedStep:
         """What was promised and what was measured."""
         candidate, profiled = self.candidate, self._profiled
         graph, plan, solution = candidate.op_graph, candidate.plan, candidate.solution
-        once_s = float(candidate.costs.time_s.sum())
-        bound = solution.bound if solution is not None else once_s
+        if solution is not None:
+            bound, status, strategy = solution.bound, solution.status.value, solution.strategy
+        elif plan.recomputed():
+            bound, status, strategy = None, "feasible", profiled.settings.strategy
+        else:
+            bound, status, strategy = float(candidate.costs.time_s.sum()), "optimal", "checkpoint_all"
         seconds = sorted(self._seconds[1:] or self._seconds)
         return Report(
             budget_bytes=self.budget_bytes,
@@ -289,14 +341,16 @@ class PlannedStep:
             predicted_overhead=candidate.overhead,
             lower_bound=bound,
             gap=None if not bound else max(0.0, candidate.time_s - bound) / bound,
-            status="optimal" if solution is None else solution.status.value,
-            strategy="checkpoint_all" if solution is None else solution.strategy,
+            status=status,
+            strategy=strategy,
             phases_s=profiled.phases_s,
             implementations=[ImplementationRow(f.rule, f.where, f.saved_bytes) for f in profiled.traced.fired],
             recomputed={graph.names[op]: times for op, times in plan.recomputed().items() if not graph.is_alias[op]},
             timeline_bytes=candidate.memory.in_use_bytes + profiled.base_bytes,
-            timeline_split_bytes=_split(candidate, profiled.base_bytes),
-            schedule=_rows(candidate),
+            timeline_split_bytes=describe.split(candidate, profiled.base_bytes),
+            peak_tensors=describe.at_peak(candidate),
+            schedule=describe.schedule(candidate),
+            search=candidate.history,
             notes=(*profiled.notes, *self._notes),
         )
 
@@ -309,41 +363,3 @@ def _notes(unsized: tuple[str, ...]) -> tuple[str, ...]:
     if not unsized:
         return ()
     return (f"{len(unsized)} ops make tensors of unknown size, which are not planned: {', '.join(unsized[:3])}.",)
-
-
-def _split(candidate: Candidate, base_bytes: int) -> dict[str, np.ndarray]:
-    """Bytes in use at each step of a plan, by kind."""
-    graph, plan, memory = candidate.op_graph, candidate.plan, candidate.memory
-    steps = len(plan)
-    change = {kind: np.zeros(steps + 1, dtype=np.int64) for kind in ("forward", "gradient")}
-    kind_of: dict[int, str] = {}
-    for buffer, nbytes, step in zip(
-        memory.event_buffer.tolist(), memory.event_bytes.tolist(), memory.event_step.tolist(), strict=True
-    ):
-        if nbytes > 0:
-            kind_of[buffer] = "gradient" if graph.is_gradient[plan.ops[step]] else "forward"
-            change[kind_of[buffer]][step] += nbytes
-        else:
-            change[kind_of[buffer]][step + 1] += nbytes
-    workspace = np.maximum(candidate.costs.workspace_bytes[plan.ops], 0)
-    forward, gradient = (np.cumsum(change[kind])[:steps] for kind in ("forward", "gradient"))
-    is_gradient = graph.is_gradient[plan.ops]
-    return {
-        "fixed": np.full(steps, base_bytes, dtype=np.int64),
-        "forward": forward - np.where(is_gradient, 0, workspace),
-        "gradient": gradient - np.where(is_gradient, workspace, 0),
-        "workspace": workspace,
-    }
-
-
-def _rows(candidate: Candidate) -> list[ScheduleRow]:
-    """One row per op that computes."""
-    graph, plan = candidate.op_graph, candidate.plan
-    steps: dict[int, list[int]] = {}
-    for step, op in enumerate(plan.ops.tolist()):
-        steps.setdefault(op, []).append(step)
-    return [
-        ScheduleRow(graph.names[op], tuple(steps[op]), bool(graph.is_gradient[op]))
-        for op in range(graph.n)
-        if not graph.is_alias[op] and (graph.op_out_bytes[op] or graph.once[op])
-    ]

@@ -22,7 +22,7 @@ from checkmate_tf.core.plan import Plan, compile_plan
 from checkmate_tf.core.problem import Options, Solution
 from checkmate_tf.core.simulate import Memory, simulate, working_set_bytes
 from checkmate_tf.core.validate import validate
-from checkmate_tf.errors import CheckmateError, InfeasibleBudget, NoScheduleFound
+from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.solvers.base import Clock
 from checkmate_tf.solvers.remote import Point, RemoteSolver
 
@@ -43,7 +43,7 @@ _NEAR_MINIMUM = (1.01, 1.04)  # times the smallest inner budget
 _NEAR_LIMIT_S, _NEAR_GAP = 3.0, 0.05
 _MOST_CONFIRMATIONS = 4
 _BOUND_LIMIT_S, _BOUND_SHARE = 4.0, 0.05  # for the bound of a plan that no solver was asked for; of the time limit
-_DISTURBANCES = 3  # states of the allocator in which a plan must keep the budget
+DISTURBANCES = 3  # states of the allocator in which a plan must keep the budget
 _NEVER = np.iinfo(np.int64).max  # peak of a plan that runs out of memory
 _MOST_ROUNDS = 8  # of tightening or loosening the inner budget
 _MOST_EXCESS = 0.04  # that a round answers to: one schedule may be rounded much more than those around it
@@ -64,6 +64,7 @@ class Candidate:
         time_s: Sum of the profiled times of all computations.
         node_peak_bytes: Peak of its nodes in tensor bytes, everything included: the solver's view of it.
         solution: What the solver says of schedules with that peak, or None where nothing is recomputed.
+        history: (seconds, time_s) of each plan that was the cheapest so far in the search that led to this one.
     """
 
     op_graph: OpGraph
@@ -74,6 +75,7 @@ class Candidate:
     time_s: float
     node_peak_bytes: int = 0
     solution: Solution | None = None
+    history: tuple[tuple[float, float], ...] = ()
 
     @property
     def overhead(self) -> float:
@@ -98,6 +100,9 @@ class Planner:
             report, everything included, or None where the memory runs out.
         uncounted_below_bytes: Smaller requests are in no statistics of the allocator.
         strategy: Name of the solver.
+
+    Attributes:
+        needed_bytes: A lower bound on the peak of every plan, everything included: proven.
     """
 
     def __init__(
@@ -116,7 +121,7 @@ class Planner:
         self._uncounted_below_bytes = uncounted_below_bytes
         self._strategy = strategy
         self._base_bytes = base_bytes
-        self._bound_bytes = base_bytes + working_set_bytes(op_graph)  # of every schedule
+        self.needed_bytes = base_bytes + working_set_bytes(op_graph)
         self.orders = []
         for settle in (True, False):
             ordered, ordered_costs = permute(op_graph, costs, low_peak_order(op_graph, settle=settle))
@@ -147,19 +152,31 @@ class Planner:
             InfeasibleBudget: No schedule can meet the budget, proven.
             NoScheduleFound: None was found in time.
         """
+        found = self.find(budget_bytes, time_limit_s=time_limit_s, seed=seed, on_progress=on_progress)
+        if found is not None:
+            return found
+        if budget_bytes < self.needed_bytes:
+            raise self._infeasible(budget_bytes, min(_SEARCH_SHARE * time_limit_s, _MINIMUM_LIMIT_S))
+        raise self._not_found(budget_bytes)
+
+    def find(
+        self,
+        budget_bytes: int,
+        *,
+        time_limit_s: float,
+        seed: int = 0,
+        on_progress: Callable[[float, float | None, float | None], None] | None = None,
+    ) -> Candidate | None:
+        """As `plan`, but returns None where no plan was found. No other strategy stands in for the one that was named.
+
+        Where a search finds nothing, plans with small peaks are tried.
+        """
+        if budget_bytes < self.needed_bytes:
+            return None
         clock = Clock(time_limit_s)
-        found = None
-        if budget_bytes >= self._bound_bytes:
-            limit_s = _SEARCH_SHARE * time_limit_s
-            found = self.search(budget_bytes, time_limit_s=limit_s, seed=seed, on_progress=on_progress)
-        reasons = [order.reason for order in self.orders if order.reason]
-        if found is None and reasons:
-            raise NoScheduleFound(f'strategy "{self._strategy}" has no plan within the budget: {reasons[0]}')
-        if found is None:
-            found = self._smallest_within(budget_bytes, min(clock.left_s, _MINIMUM_LIMIT_S))
-        if found is None:
-            raise self._refusal(budget_bytes)
-        return found
+        limit_s = _SEARCH_SHARE * time_limit_s
+        found = self.search(budget_bytes, time_limit_s=limit_s, seed=seed, on_progress=on_progress)
+        return found or self._smallest_within(budget_bytes, min(clock.left_s, _MINIMUM_LIMIT_S))
 
     def search(
         self,
@@ -169,16 +186,19 @@ class Planner:
         seed: int = 0,
         on_progress: Callable[[float, float | None, float | None], None] | None = None,
     ) -> Candidate | None:
-        """As `plan`, but without a search for the smallest plans, and returns None where no plan was found."""
+        """As `find`, but without plans with small peaks."""
         self.forget_peaks()
         bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * time_limit_s)
         clock = Clock(time_limit_s - bound_limit_s)
         target_bytes = budget_bytes
         found = None
+        history: tuple[tuple[float, float], ...] = ()
         for _ in range(_MOST_CONFIRMATIONS):
             candidate = self.store_all()
             if candidate.peak_bytes > target_bytes:
-                candidate = _Search(self, target_bytes, _CONFIRMED_SHARE * clock.left_s, seed, on_progress).run()
+                search = _Search(self, target_bytes, _CONFIRMED_SHARE * clock.left_s, seed, on_progress)
+                candidate = search.run()
+                history = tuple(search.history)
             if candidate is None:
                 break
             found = self.confirmed(candidate, budget_bytes, bound_limit_s)
@@ -187,7 +207,8 @@ class Planner:
             if found is not None:
                 break
             target_bytes -= max(self.worst_peak(candidate) - budget_bytes, budget_bytes // 200)
-        return found or self.known(budget_bytes, bound_limit_s)
+        found = found or self.known(budget_bytes, bound_limit_s)
+        return None if found is None else dataclasses.replace(found, history=history)
 
     def known(
         self, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S, *, most_s: float = np.inf
@@ -233,7 +254,7 @@ class Planner:
 
     def worst_peak(self, candidate: Candidate) -> int:
         """The highest peak of a plan over the states of the allocator in which it must keep the budget."""
-        peaks = [self._allocator_peak(candidate.memory, disturbance) for disturbance in range(_DISTURBANCES)]
+        peaks = [self._allocator_peak(candidate.memory, disturbance) for disturbance in range(DISTURBANCES)]
         return _NEVER if None in peaks else max(peaks)
 
     def minimum(self) -> Candidate:
@@ -242,7 +263,7 @@ class Planner:
         Searches are limited in time, and the allocator's state changes, so a little is added.
         """
         self.forget_peaks()
-        return self._smallest(self._small(_MINIMUM_LIMIT_S))
+        return self._smallest(self._small(_MINIMUM_LIMIT_S, own=False))
 
     def _smallest(self, small: list[Candidate]) -> Candidate:
         found = sorted(small, key=_peak)[:_MOST_NEIGHBOURS]
@@ -255,28 +276,34 @@ class Planner:
         for order in self.orders:
             order.seen.clear()
 
-    def _small(self, limit_s: float) -> list[Candidate]:
-        """Plans with small peaks; several, as what the allocator adds is different for each."""
+    def _small(self, limit_s: float, *, own: bool) -> list[Candidate]:
+        """Plans with small peaks; several, as what the allocator adds is different for each.
+
+        With `own`, only those that the strategy itself has found.
+        """
         clock = Clock(limit_s)
         with ThreadPoolExecutor(len(self.orders)) as pool:
-            minima = list(pool.map(lambda o: o.solver.minimum_budget(_MINIMUM_SHARE * limit_s), self.orders))
-            small = dict(zip(self.orders, [minimum.budget_bytes for minimum in minima], strict=True))
-            near = [order for order in self.orders if small[order] <= max(_NEAR_MINIMUM) * min(small.values())]
+            share_s = _MINIMUM_SHARE * limit_s
+            minima = list(pool.map(lambda o: o.solver.minimum_budget(share_s, own=own), self.orders))
+            small = {o: least.budget_bytes for o, least in zip(self.orders, minima, strict=True) if least is not None}
+            near = [order for order, least in small.items() if least <= max(_NEAR_MINIMUM) * min(small.values())]
             for k, factor in enumerate(_NEAR_MINIMUM):
                 near_s = min(_NEAR_LIMIT_S, clock.left_s / (len(_NEAR_MINIMUM) - k))
                 options = Options(time_limit_s=near_s, gap=_NEAR_GAP, keep_order=True)
                 list(pool.map(lambda o, f=factor, how=options: o.solver.solve(int(f * small[o]), how), near))
         found = []
         for order, minimum in zip(self.orders, minima, strict=True):
-            found.append(self.evaluate(order, minimum.schedule.sequence()))
+            if minimum is not None:
+                found.append(self.evaluate(order, minimum.schedule.sequence()))
             found += [self.evaluate(order, point.nodes) for point in order.solver.front()[:_MOST_NEIGHBOURS]]
         return found
 
     def _smallest_within(self, budget_bytes: int, limit_s: float) -> Candidate | None:
-        """The cheapest of the smallest plans that keep a budget for which the search found nothing."""
+        """The cheapest of the strategy's smallest plans that keep a budget for which the search found nothing."""
         bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * limit_s)
-        within = [small for small in self._small(limit_s - bound_limit_s) if small.peak_bytes <= budget_bytes]
-        confirmed = (self.confirmed(small, budget_bytes, bound_limit_s) for small in sorted(within, key=_time))
+        small = self._small(limit_s - bound_limit_s, own=True)
+        within = sorted((candidate for candidate in small if candidate.peak_bytes <= budget_bytes), key=_time)
+        confirmed = (self.confirmed(candidate, budget_bytes, bound_limit_s) for candidate in within)
         return next((candidate for candidate in confirmed if candidate is not None), None)
 
     def unordered(self) -> Candidate:
@@ -303,8 +330,10 @@ class Planner:
         return order.seen[key]
 
     def _certified(self, candidate: Candidate, limit_s: float) -> Candidate:
-        """The same plan with the solver's bound for all schedules with its peak."""
-        order = next(order for order in self.orders if order.op_graph is candidate.op_graph)
+        """The same plan, if it is in one of the orders, with the solver's bound for all schedules with its peak."""
+        order = next((order for order in self.orders if order.op_graph is candidate.op_graph), None)
+        if order is None:
+            return candidate
         options = Options(time_limit_s=limit_s, keep_order=True)
         return dataclasses.replace(candidate, solution=order.solver.solve(candidate.node_peak_bytes, options))
 
@@ -321,26 +350,27 @@ class Planner:
             time_s=float(costs.time_s[plan.ops].sum()),
         )
 
-    def _refusal(self, budget_bytes: int) -> CheckmateError:
-        """The error that fits what is known about the minimum."""
-        seen = [candidate for order in self.orders for candidate in order.seen.values()]
-        smallest = self._smallest(seen)
-        bound = self._bound_bytes
-        hint = (
-            f"Smallest budget found: {format_bytes(smallest.peak_bytes, round_up=True)} "
-            f"({smallest.peak_bytes:,} bytes); its peak is at {smallest.bottleneck}. "
-            "Try: a smaller batch, or a budget above that."
+    def _infeasible(self, budget_bytes: int, limit_s: float) -> InfeasibleBudget:
+        """The error for a budget that no schedule of any kind can meet."""
+        self.forget_peaks()
+        smallest = self._smallest(self._small(limit_s, own=False))
+        return InfeasibleBudget(
+            f"budget must be at least {format_bytes(self.needed_bytes, round_up=True)} ({self.needed_bytes:,} bytes) "
+            f"for this step, proven: what is held throughout and one op's inputs and outputs take that much; "
+            f"got {format_bytes(budget_bytes)}. {_hint(smallest)}",
+            minimum_bytes=smallest.peak_bytes,
+            bottleneck=smallest.bottleneck,
         )
-        if budget_bytes < bound:
-            return InfeasibleBudget(
-                f"budget must be at least {format_bytes(bound, round_up=True)} ({bound:,} bytes) for this step, "
-                f"proven: what is held throughout and one op's inputs and outputs take that much; "
-                f"got {format_bytes(budget_bytes)}. {hint}",
-                minimum_bytes=smallest.peak_bytes,
-                bottleneck=smallest.bottleneck,
-            )
+
+    def _not_found(self, budget_bytes: int) -> NoScheduleFound:
+        """The error for a budget within which the strategy found no plan: its own reason, if it has one."""
+        reasons = [order.reason for order in self.orders if order.reason]
+        if reasons:
+            return NoScheduleFound(f'strategy "{self._strategy}" has no plan within the budget: {reasons[0]}')
+        smallest = self._smallest([candidate for order in self.orders for candidate in order.seen.values()])
         return NoScheduleFound(
-            f"no schedule within {format_bytes(budget_bytes)} ({budget_bytes:,} bytes) was found in time. {hint}",
+            f"no schedule within {format_bytes(budget_bytes)} ({budget_bytes:,} bytes) was found in time. "
+            f"{_hint(smallest)}",
             best_peak_bytes=smallest.peak_bytes,
         )
 
@@ -369,6 +399,7 @@ class _Search:
         self._seed = seed
         self._on_progress = on_progress
         self.best: Candidate | None = None
+        self.history: list[tuple[float, float]] = []
 
     def run(self) -> Candidate | None:
         """Tries each order quickly, then gives the rest of the time to the better one."""
@@ -458,8 +489,17 @@ class _Search:
             candidate = dataclasses.replace(candidate, peak_bytes=self._planner.worst_peak(candidate))
         if candidate.peak_bytes <= self._budget and (self.best is None or candidate.time_s < self.best.time_s):
             self.best = candidate
+            self.history.append((self._clock.elapsed_s, candidate.time_s))
         _log.debug("nodes %d, peak %d, %.4f s", candidate.node_peak_bytes, candidate.peak_bytes, candidate.time_s)
         return candidate
+
+
+def _hint(smallest: Candidate) -> str:
+    return (
+        f"Smallest budget found: {format_bytes(smallest.peak_bytes, round_up=True)} "
+        f"({smallest.peak_bytes:,} bytes); its peak is at {smallest.bottleneck}. "
+        "Try: a smaller batch, or a budget above that."
+    )
 
 
 def _peak(candidate: Candidate) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from checkmate_tf._files import write_atomically
 from checkmate_tf._text import aligned
 from checkmate_tf._version import __version__
 from checkmate_tf.budget import format_bytes
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT = "checkmate_tf.report"
-FORMAT_VERSION = 1
-KINDS = ("fixed", "forward", "gradient", "workspace")
-"""The kinds of memory that `Report.timeline_split_bytes` may tell apart, in the order in which plots stack them."""
+FORMAT_VERSION = 2
+KINDS = ("weights", "activations", "recomputed", "gradients", "workspace")
+"""The kinds of memory that reports tell apart, in the order in which plots stack them: weights with optimizer slots
+and the batch; what forward ops make, the first time and again; what the backward pass makes; scratch of the running op.
+"""
 
 _MISSING = "-"
 _RECOMPUTED_SHOWN = 5
@@ -31,15 +34,35 @@ class ScheduleRow:
     Attributes:
         name: Name of the op.
         steps: Positions in the plan at which it runs, ascending; those after the first are recomputations.
+        until: For each run, the position until which what it made is held.
         is_gradient: The op belongs to the backward pass or to the update.
     """
 
     name: str
     steps: tuple[int, ...]
+    until: tuple[int, ...]
     is_gradient: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "steps", tuple(int(step) for step in self.steps))
+        object.__setattr__(self, "steps", _ints(self.steps))
+        object.__setattr__(self, "until", _ints(self.until))
+        if len(self.steps) != len(self.until):
+            raise ValueError(f"{self.name}: until must have one entry per run; got {self.steps} and {self.until}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldTensor:
+    """Storage that is in use at one moment.
+
+    Attributes:
+        name: Name of the op that made it, or of the op whose workspace it is.
+        nbytes: Size.
+        kind: One of `KINDS`.
+    """
+
+    name: str
+    nbytes: int
+    kind: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +84,7 @@ class ImplementationRow:
 class Report:
     """What is known about a planned training step. What was not measured or not predicted is None.
 
-    Prints as text, shows as a table in a notebook.
+    Prints as text, shows as a page with its plots in a notebook.
 
     Attributes:
         budget_bytes: What the allocator's peak must not exceed; None for a step that runs unplanned.
@@ -81,7 +104,9 @@ class Report:
         recomputed: Op name -> how many times it runs beyond the first.
         timeline_bytes: Predicted bytes in use at each position of the plan.
         timeline_split_bytes: The same, by kind (a subset of `KINDS`).
-        schedule: One row per op, in the order of the unmodified step.
+        peak_tensors: What is in use at the predicted peak beside the weights, the largest first.
+        schedule: One row per op, in the order of the plan's first runs.
+        search: (seconds, cost in seconds) of each plan that was the cheapest so far.
         notes: Sentences that the reader should know, such as why a step runs unplanned.
     """
 
@@ -102,7 +127,9 @@ class Report:
     recomputed: Mapping[str, int] = dataclasses.field(default_factory=dict)
     timeline_bytes: tuple[int, ...] = ()
     timeline_split_bytes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    peak_tensors: tuple[HeldTensor, ...] = ()
     schedule: tuple[ScheduleRow, ...] = ()
+    search: tuple[tuple[float, float], ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -114,9 +141,12 @@ class Report:
         self._convert("recomputed", lambda ops: {name: int(times) for name, times in ops.items()})
         self._convert("timeline_bytes", _ints)
         self._convert("timeline_split_bytes", _split)
-        self._convert("implementations", tuple)
-        self._convert("schedule", tuple)
-        self._convert("notes", tuple)
+        for kind, timeline in self.timeline_split_bytes.items():
+            if len(timeline) != len(self.timeline_bytes):
+                raise ValueError(f"{kind} must have one entry per step of the plan, {len(self.timeline_bytes)}.")
+        self._convert("search", lambda news: tuple((float(seconds), float(cost)) for seconds, cost in news))
+        for name in ("implementations", "peak_tensors", "schedule", "notes"):
+            self._convert(name, tuple)
 
     def _convert(self, name: str, to) -> None:
         value = getattr(self, name)
@@ -137,7 +167,7 @@ class Report:
     def to_json(self) -> str:
         """The whole report as versioned JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("implementations", "schedule"):
+        for name in ("implementations", "peak_tensors", "schedule"):
             fields[name] = [dataclasses.asdict(row) for row in fields[name]]
         head = {"format": FORMAT, "version": FORMAT_VERSION, "written_by": f"checkmate_tf {__version__}"}
         return json.dumps({**head, **fields}, allow_nan=False)
@@ -166,6 +196,7 @@ class Report:
             raise ValueError(f"a report must have all its fields; this one lacks {', '.join(missing)}.")
         fields = {name: data[name] for name in names}
         fields["implementations"] = tuple(ImplementationRow(**row) for row in data["implementations"])
+        fields["peak_tensors"] = tuple(HeldTensor(**row) for row in data["peak_tensors"])
         fields["schedule"] = tuple(ScheduleRow(**row) for row in data["schedule"])
         return cls(**fields)
 
@@ -199,6 +230,39 @@ class Report:
             raise ValueError("a report needs a plan for this plot; this one has none: " + self._why_unplanned())
         return schedule.plot(self)
 
+    def plot_search(self) -> Figure:
+        """The cost of the cheapest plan so far while it was searched, and the lower bound.
+
+        Returns:
+            A Matplotlib figure, not shown.
+
+        Raises:
+            ValueError: Nothing was searched, because the step fits the budget as it is or runs unplanned.
+        """
+        from checkmate_tf.plots import search
+
+        if not self.search:
+            raise ValueError("a report needs a search for this plot; here nothing had to be searched.")
+        return search.plot(self.search, [] if self.lower_bound is None else [(0.0, self.lower_bound)])
+
+    def save_html(self, path: str | os.PathLike) -> None:
+        """Saves the report as one HTML file, its plots within.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        from checkmate_tf import pages
+
+        write_atomically(path, pages.document(self))
+
+    def comparison(self) -> list[tuple[str, str, str, str]]:
+        """Rows of text: quantity, in the plain step, predicted, measured."""
+        return list(_comparison(self))
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Rows of text: what, and what is known of it."""
+        return _facts(self)
+
     def _why_unplanned(self) -> str:
         return " ".join(self.notes) or f"its status is {self.status!r}."
 
@@ -212,16 +276,9 @@ class Report:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in ("", "plain", "predicted", "measured"))
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in _comparison(self)
-        )
-        facts = "".join(
-            f'<tr><td>{html.escape(label)}</td><td colspan="3">{html.escape(value)}</td></tr>'
-            for label, value in _facts(self)
-        )
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}{facts}</tbody></table>{notes}"
+        from checkmate_tf import pages
+
+        return pages.fragment(self)
 
 
 def _ints(values) -> tuple[int, ...]:

@@ -57,8 +57,9 @@ def stub(monkeypatch):
 
 def test_training_ends_with_a_table_of_both(stub, capsys, tmp_path):
     calls = stub()
-    out = tmp_path / "out.json"
-    assert train(f"--budget 0.5 --optimizer adam --strategy chen_sqrt --time-limit 7 --json {out}") == 0
+    out, report = tmp_path / "out.json", tmp_path / "report.json"
+    options = f"--strategy chen_sqrt --time-limit 7 --json {out} --report {report}"
+    assert train(f"--budget 0.5 --optimizer adam {options}") == 0
     text = capsys.readouterr().out
     assert re.search(r"plain Keras +planned +ratio\n", text)
     assert re.search(r"outcome +trained +trained\n", text)
@@ -78,6 +79,8 @@ def test_training_ends_with_a_table_of_both(stub, capsys, tmp_path):
     assert written["settings"]["optimizer"] == "adam"
     assert written["environment"]["tensorflow"]
     assert written["planned"]["report"]["budget_bytes"] == 10**9
+    assert "schedule" not in written["planned"]["report"]
+    assert Report.from_json(report.read_text()).gap == 0.0125
     # The same weights and batches, and nothing was planned: the same losses, up to the order of additions.
     assert len(written["plain"]["losses"]) == 4
     assert written["plain"]["losses"] == pytest.approx(written["planned"]["losses"], rel=1e-3)

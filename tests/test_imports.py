@@ -16,20 +16,26 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "checkmate_tf"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-EVERYWHERE = {"_text", "_version", "budget", "errors"}
+EVERYWHERE = {"_files", "_text", "_version", "budget", "errors"}
 """Modules without a place in the order: anyone may import them, and they import only one another."""
 
 LIBRARY = {
     "baselines",
+    "batch_size",
     "core",
+    "describe",
     "keras",
     "lowering",
+    "pages",
     "pipeline",
     "planner",
     "plots",
     "progress",
+    "replay",
     "reporting",
     "solvers",
+    "sweep",
+    "tradeoff",
 }
 
 MAY_IMPORT = {
@@ -39,10 +45,16 @@ MAY_IMPORT = {
     "baselines": {"baselines", "core", "solvers"},
     "planner": {"baselines", "core", "planner", "solvers"},
     "lowering": {"core", "lowering"},
-    "pipeline": {"core", "lowering", "pipeline", "planner", "reporting"},
-    "keras": {"core", "keras", "lowering", "pipeline", "reporting"},
-    "plots": {"plots", "reporting"},
-    "reporting": {"plots", "reporting"},
+    "describe": {"planner", "reporting"},
+    "replay": {"core", "planner"},
+    "pipeline": {"core", "describe", "lowering", "pipeline", "planner", "replay", "reporting"},
+    "batch_size": set(),
+    "sweep": {"core", "planner", "tradeoff"},
+    "keras": {"batch_size", "core", "keras", "lowering", "pipeline", "planner", "reporting", "sweep", "tradeoff"},
+    "plots": {"plots", "reporting", "tradeoff"},
+    "reporting": {"pages", "plots", "reporting"},
+    "tradeoff": {"plots"},
+    "pages": {"plots", "reporting"},
     "progress": set(),
     "api": {"api", *LIBRARY},
     "": {"api", *LIBRARY},
@@ -64,7 +76,7 @@ PLACES = {
 }
 """Library -> the only parts that may import it."""
 
-TYPES_ONLY = {("reporting", "matplotlib")}
+TYPES_ONLY = {("reporting", "matplotlib"), ("tradeoff", "matplotlib")}
 """What a part may name in annotations (under TYPE_CHECKING) although it must not import it."""
 
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "google": "protobuf", "pybind11_abseil": "ortools"}

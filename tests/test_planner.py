@@ -1,6 +1,7 @@
 """Plans within budgets that a pretended allocator reports: exact, a share more, a constant more, never enough."""
 
 import contextlib
+import dataclasses
 import time
 
 import numpy as np
@@ -11,6 +12,7 @@ from checkmate_tf.core.simulate import working_set_bytes
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planner import Planner
+from checkmate_tf.replay import replay
 
 MIB = 1 << 20
 BASE = 3 * MIB
@@ -54,16 +56,19 @@ def training_step() -> OpGraph:
     )
 
 
-def planner(report, strategy="auto") -> Planner:
+def unit_costs(graph) -> Costs:
+    return Costs(np.ones(graph.n), np.zeros(graph.n, dtype=np.int64))
+
+
+def planner(report, **more) -> Planner:
     """A planner whose allocator reports `report(tensor bytes)`."""
     graph = training_step()
-    costs = Costs(np.ones(graph.n), np.zeros(graph.n, dtype=np.int64))
     return Planner(
         graph,
-        costs,
+        unit_costs(graph),
         base_bytes=BASE,
         allocator_peak=lambda memory, *_: report(memory.peak_bytes + BASE),
-        strategy=strategy,
+        **more,
     )
 
 
@@ -98,6 +103,9 @@ def test_a_tight_budget_is_held_and_costs_time(reported, share):
     assert candidate.plan.recomputed()
     assert candidate.time_s == len(candidate.plan) > plain.time_s
     validate(candidate.op_graph, candidate.plan, candidate.memory, budget - BASE)
+    costs = [cost for _, cost in candidate.history]
+    assert costs == sorted(costs, reverse=True), "each plan in the history is cheaper than those before"
+    assert candidate.time_s <= costs[-1]
 
 
 def test_a_budget_below_all_schedules_is_refused_with_the_least_that_is_known(reported):
@@ -130,9 +138,54 @@ def test_the_unmodified_step_is_simulated_in_the_order_in_which_ops_are_ready():
     assert plans.unordered().peak_bytes >= plans.store_all().peak_bytes
 
 
+def test_no_other_strategy_stands_in_for_a_named_one():
+    plans = planner(REPORTS["exact"], strategy="checkpoint_all")
+    plain, budget = plans.store_all(), int(0.75 * plans.store_all().peak_bytes)
+    assert plans.find(budget, time_limit_s=2) is None
+    with pytest.raises(NoScheduleFound, match="no schedule within") as caught:
+        plans.plan(budget, time_limit_s=2)
+    assert caught.value.best_peak_bytes >= plain.peak_bytes, "the smallest that the strategy itself has found"
+    with pytest.raises(InfeasibleBudget) as caught:
+        plans.plan(plans.needed_bytes - 1, time_limit_s=2)
+    assert caught.value.minimum_bytes < plain.peak_bytes, "of any strategy"
+
+
+def test_what_every_schedule_needs_is_below_every_plan():
+    plans = planner(REPORTS["exact"])
+    assert BASE < plans.needed_bytes <= plans.minimum().memory.peak_bytes + BASE
+
+
+def test_a_plan_is_replayed_in_other_sizes():
+    plans = planner(REPORTS["exact"])
+    budget = int(0.75 * plans.store_all().peak_bytes)
+    candidate = plans.plan(budget, time_limit_s=2)
+    graph = training_step()
+    twice = dataclasses.replace(graph, tensor_bytes=2 * graph.tensor_bytes)
+
+    def replayed(step, budget_bytes):
+        return replay(
+            candidate,
+            step,
+            unit_costs(step),
+            budget_bytes,
+            base_bytes=BASE,
+            allocator_peak=lambda memory, _: memory.peak_bytes + BASE,
+        )
+
+    needed = 2 * candidate.memory.peak_bytes + BASE
+    found = replayed(twice, needed)
+    assert (found.peak_bytes, found.time_s) == (needed, candidate.time_s)
+    assert [found.op_graph.names[op] for op in found.plan.ops] == [
+        candidate.op_graph.names[op] for op in candidate.plan.ops
+    ]
+    assert replayed(twice, needed - 1) is None
+    other = dataclasses.replace(twice, names=("another", *twice.names[1:]))
+    assert replayed(other, needed) is None
+
+
 def test_a_search_in_the_middle_of_training_does_not_look_for_the_smallest_plans(monkeypatch):
     plans = planner(REPORTS["exact"])
-    monkeypatch.setattr(plans, "_small", lambda _: pytest.fail("searched for the smallest plans"))
+    monkeypatch.setattr(plans, "_small", lambda *_, **__: pytest.fail("searched for the smallest plans"))
     assert plans.search(BASE + MIB, time_limit_s=1) is None
 
 

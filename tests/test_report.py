@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate_tf.reporting import KINDS, Report, ScheduleRow
+from checkmate_tf.reporting import KINDS, HeldTensor, ImplementationRow, Report, ScheduleRow
 
 MIB = 1024**2
 
@@ -30,18 +30,24 @@ def full_report(**changes) -> Report:
         status="feasible",
         strategy="auto",
         phases_s={"trace": 2.0, "solve": 10.25},
+        implementations=[ImplementationRow("batch_norm", "bn<1>", 30 * MIB)],
         recomputed={"relu": 2, "conv<1>": 1},
         timeline_bytes=np.array([100, 300, 390, 200]) * MIB,
         timeline_split_bytes={
             "workspace": np.array([0, 50, 90, 0]) * MIB,
-            "fixed": np.array([100, 100, 100, 100]) * MIB,
-            "forward": np.array([0, 150, 200, 100]) * MIB,
+            "weights": np.array([100, 100, 100, 100]) * MIB,
+            "activations": np.array([0, 150, 200, 100]) * MIB,
         },
-        schedule=(
-            ScheduleRow("conv<1>", (0, 3)),
-            ScheduleRow("relu", (1, 4, 5)),
-            ScheduleRow("grad/relu", np.array([6]), is_gradient=True),
+        peak_tensors=(
+            HeldTensor("model/block/conv<1>", 200 * MIB, "activations"),
+            HeldTensor("relu", 90 * MIB, "workspace"),
         ),
+        schedule=(
+            ScheduleRow("conv<1>", (0, 3), (2, 3)),
+            ScheduleRow("relu", (1, 4, 5), (3, 4, 6)),
+            ScheduleRow("grad/relu", np.array([6]), np.array([6]), is_gradient=True),
+        ),
+        search=((1.0, 1.3), (np.float64(2.5), 1.1)),
         notes=("The last batch is smaller & runs unplanned.",),
     )
     return dataclasses.replace(report, **changes)
@@ -76,19 +82,30 @@ def test_numpy_values_become_plain_ones():
     assert type(report.gap) is float
     assert report.timeline_bytes == (100 * MIB, 300 * MIB, 390 * MIB, 200 * MIB)
     assert report.schedule[2].steps == (6,)
-    assert list(report.timeline_split_bytes) == ["fixed", "forward", "workspace"]
+    assert list(report.timeline_split_bytes) == ["weights", "activations", "workspace"]
+    assert report.search == ((1.0, 1.3), (2.5, 1.1))
 
 
 def test_an_unknown_kind_of_memory_is_refused():
-    with pytest.raises(ValueError, match="'activations'"):
-        Report(timeline_split_bytes={"activations": (1,)})
+    with pytest.raises(ValueError, match="'forward'"):
+        Report(timeline_bytes=(1,), timeline_split_bytes={"forward": (1,)})
+
+
+def test_kinds_of_memory_must_cover_the_timeline():
+    with pytest.raises(ValueError, match="weights must have one entry per step of the plan, 2"):
+        Report(timeline_bytes=(1, 1), timeline_split_bytes={"weights": (1,)})
+
+
+def test_each_run_must_have_an_end():
+    with pytest.raises(ValueError, match="op: until must have one entry per run"):
+        ScheduleRow("op", (1, 2), (3,))
 
 
 def test_json_round_trip():
     report = full_report()
     assert Report.from_json(report.to_json()) == report
     assert Report.from_json(Report().to_json()) == Report()
-    assert json.loads(report.to_json())["version"] == 1
+    assert json.loads(report.to_json())["version"] == 2
 
 
 maybe_bytes = st.none() | st.integers(0, 2**50)
@@ -107,23 +124,24 @@ maybe_seconds = st.none() | st.floats(0, 1e6)
         strategy=st.none() | st.text(),
         phases_s=st.dictionaries(st.text(), st.floats(0, 1e6)),
         recomputed=st.dictionaries(st.text(), st.integers(1, 9)),
-        timeline_bytes=st.lists(st.integers(0, 2**50)),
-        timeline_split_bytes=st.dictionaries(st.sampled_from(KINDS), st.lists(st.integers(0, 2**50))),
-        schedule=st.lists(st.builds(ScheduleRow, st.text(), st.lists(st.integers(0, 99)), st.booleans())),
+        timeline_bytes=st.just((1, 2, 3)),
+        timeline_split_bytes=st.dictionaries(st.sampled_from(KINDS), st.tuples(*[st.integers(0, 2**50)] * 3)),
+        peak_tensors=st.lists(st.builds(HeldTensor, st.text(), st.integers(0, 2**50), st.sampled_from(KINDS))),
+        schedule=st.lists(st.builds(lambda name, steps: ScheduleRow(name, steps, steps), st.text(), st.just((1, 5)))),
+        search=st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6))),
         notes=st.lists(st.text()),
     )
 )
 def test_any_report_survives_json_and_can_be_shown(report):
     assert Report.from_json(report.to_json()) == report
     assert str(report)
-    assert report._repr_html_().startswith("<table>")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"format": "other"}, "this text is not one"),
-        ({"version": 99}, "version 1; this one has 99"),
+        ({"version": 99}, "version 2; this one has 99"),
         ({"gap": "delete"}, "lacks gap"),
     ],
 )
@@ -165,14 +183,6 @@ def test_text_names_only_the_most_recomputed_ops():
     assert "8 ops, 36 times: op8 x 8, op7 x 7, op6 x 6, op5 x 5, op4 x 4, and 3 more" in text
 
 
-def test_html_is_escaped():
-    shown = full_report(notes=("<script>",), strategy="a&b")._repr_html_()
-    assert "conv&lt;1&gt;" in shown
-    assert "&lt;script&gt;" in shown
-    assert "a&amp;b" in shown
-    assert "<script>" not in shown
-
-
 def lines_by_label(axes):
     return {line.get_label(): line for line in axes.get_lines()}
 
@@ -185,7 +195,8 @@ def test_memory_plot_holds_the_data():
     np.testing.assert_array_equal(lines["in use"].get_xdata(), [0, 1, 2, 3])
     assert list(lines["budget 400.00 MiB"].get_ydata()) == [400, 400]
     assert list(lines["plain peak 800.00 MiB"].get_ydata()) == [800, 800]
-    peak = lines["peak 390.00 MiB"]
+    assert list(lines["allocator's peak 390.00 MiB"].get_ydata()) == [390, 390]
+    peak = lines["peak of the tensors 390.00 MiB"]
     assert (list(peak.get_xdata()), list(peak.get_ydata())) == ([2], [390])
     assert "MiB" in axes.get_ylabel()
 
@@ -193,14 +204,31 @@ def test_memory_plot_holds_the_data():
 def test_memory_plot_stacks_the_kinds():
     (axes,) = full_report().plot_memory().axes
     layers = {c.get_label(): c.get_paths()[0].vertices[:, 1].max() for c in axes.collections}
-    assert layers == {"variables, slots, batch": 100, "forward values": 300, "workspace": 390}
+    assert layers == {"weights, slots, batch": 100, "activations": 300, "workspace": 390}
+    shown = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert shown[-3:] == ["workspace", "activations", "weights, slots, batch"], "as they lie on one another"
+
+
+def test_memory_plot_names_what_makes_up_the_peak():
+    (axes,) = full_report().plot_memory().axes
+    (text,) = [text.get_text().splitlines() for text in axes.texts]
+    assert text[0] == "At the peak, 2 tensors:"
+    assert text[1].split() == ["200.00", "MiB", "model/block/conv<1>"]
+    many = tuple(HeldTensor(f"some/rather/long/name/of/a/layer{k}", MIB, "gradients") for k in range(9))
+    (axes,) = full_report(peak_tensors=many).plot_memory().axes
+    lines = axes.texts[0].get_text().splitlines()
+    assert lines[1].split() == ["1.00", "MiB", "some/rather/long/name/of/a/layer0"]
+    assert lines[-1].split() == ["3.00", "MiB", "in", "3", "smaller", "ones"]
 
 
 def test_memory_plot_without_what_is_not_known():
-    report = full_report(budget_bytes=None, plain_peak_bytes=None, timeline_split_bytes={})
+    report = full_report(
+        budget_bytes=None, plain_peak_bytes=None, predicted_peak_bytes=None, timeline_split_bytes={}, peak_tensors=()
+    )
     (axes,) = report.plot_memory().axes
-    assert set(lines_by_label(axes)) == {"in use", "peak 390.00 MiB"}
+    assert set(lines_by_label(axes)) == {"in use", "peak of the tensors 390.00 MiB"}
     assert not axes.collections
+    assert not axes.texts
 
 
 def test_schedule_plot_holds_the_data():
@@ -212,12 +240,31 @@ def test_schedule_plot_holds_the_data():
         "backward and update": [(6, 2)],
         "recomputed (3)": [(3, 0), (4, 1), (5, 1)],
     }
+    (held,) = axes.collections
+    assert sorted((a[0], b[0], a[1]) for a, b in (s.tolist() for s in held.get_segments())) == [
+        (0, 2, 0),
+        (1, 3, 1),
+        (3, 3, 0),
+        (4, 4, 1),
+        (5, 6, 1),
+        (6, 6, 2),
+    ]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["conv<1>", "relu", "grad/relu"]
     assert axes.get_ylim() == (2.5, -0.5)
 
 
+def test_search_plot_holds_the_data():
+    (axes,) = full_report().plot_search().axes
+    lines = lines_by_label(axes)
+    assert lines["best plan so far"].get_xydata()[:2].tolist() == [[1.0, 1.3], [2.5, 1.1]]
+    assert set(lines["lower bound 1.09 s"].get_ydata()) == {1.09}
+    assert [text.get_text() for text in axes.texts] == ["gap 0.92 %"]
+    (axes,) = full_report(lower_bound=None).plot_search().axes
+    assert set(lines_by_label(axes)) == {"best plan so far"}
+
+
 def test_schedule_plot_of_many_ops_names_none():
-    rows = tuple(ScheduleRow(f"op{i}", (i,)) for i in range(500))
+    rows = tuple(ScheduleRow(f"op{i}", (i,), (i + 1,)) for i in range(500))
     (axes,) = full_report(schedule=rows).plot_schedule().axes
     assert not any(label.get_text().startswith("op") for label in axes.get_yticklabels())
     assert len(lines_by_label(axes)["forward"].get_xdata()) == 500
@@ -225,7 +272,7 @@ def test_schedule_plot_of_many_ops_names_none():
 
 def test_plots_can_be_drawn(tmp_path):
     report = full_report()
-    for name in ("plot_memory", "plot_schedule"):
+    for name in ("plot_memory", "plot_schedule", "plot_search"):
         path = tmp_path / f"{name}.png"
         getattr(report, name)().savefig(path)
         assert path.stat().st_size > 5_000
@@ -237,3 +284,5 @@ def test_what_runs_unplanned_says_why_there_is_no_plot():
         report.plot_memory()
     with pytest.raises(ValueError, match="'unplanned'"):
         Report().plot_schedule()
+    with pytest.raises(ValueError, match="nothing had to be searched"):
+        Report().plot_search()

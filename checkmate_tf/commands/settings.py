@@ -70,7 +70,7 @@ class Outcome:
         budget_bytes: Of a planned run.
         overhead: Of a planned run, as its report has it.
         gap: Of a planned run, as its report has it.
-        report: Of a planned run, as `Report.to_json` writes it but without schedule and timelines.
+        report: Of a planned run, as `Report.to_json` writes it.
     """
 
     outcome: str

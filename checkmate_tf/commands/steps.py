@@ -25,7 +25,6 @@ from checkmate_tf.errors import CheckmateError, ModelError
 _log = logging.getLogger(__name__)
 
 _PART_OF_LIMIT = 0.98  # what the allocator takes for itself comes out of the limit, too
-_HEAVY = ("schedule", "timeline_bytes", "timeline_split_bytes")
 
 
 def run_plain(settings: Settings) -> Outcome:
@@ -34,7 +33,7 @@ def run_plain(settings: Settings) -> Outcome:
     Raises:
         ModelError: There is no such model, optimizer or image size.
     """
-    return _train(_build(settings), settings)
+    return _train(build(settings), settings)
 
 
 def run_planned(settings: Settings) -> Outcome:
@@ -43,7 +42,7 @@ def run_planned(settings: Settings) -> Outcome:
     Raises:
         CheckmateError: The model or the budget cannot be used, or no plan was found.
     """
-    return _plan_and_train(_build(settings), settings)
+    return _plan_and_train(build(settings), settings)
 
 
 def run_both(settings: Settings) -> tuple[Outcome, Outcome]:
@@ -56,7 +55,7 @@ def run_both(settings: Settings) -> tuple[Outcome, Outcome]:
         CheckmateError: The model or the budget cannot be used, or no plan was found.
     """
     reserve(settings.limit_mib)
-    model = _build(settings)
+    model = build(settings)
     model.optimizer.build(model.trainable_variables)
     variables = [*model.variables, *model.optimizer.variables]
     start = [variable.numpy() for variable in variables]
@@ -105,7 +104,12 @@ def limit_gpu(limit_mib: int) -> None:
         tf.config.set_logical_device_configuration(gpu, [limited])
 
 
-def _build(settings: Settings) -> keras.Model:
+def build(settings: Settings) -> keras.Model:
+    """The model with random weights, compiled.
+
+    Raises:
+        ModelError: There is no such model, optimizer or image size.
+    """
     models = {name: make for name, make in vars(keras.applications).items() if inspect.isfunction(make)}
     if settings.model not in models:
         raise ModelError(f"model must be one of {', '.join(sorted(models))}; got {settings.model!r}.")
@@ -123,13 +127,18 @@ def _build(settings: Settings) -> keras.Model:
     return model
 
 
-def _plan_and_train(model: keras.Model, settings: Settings) -> Outcome:
+def batch_spec(settings: Settings) -> tuple[tf.TensorSpec, tf.TensorSpec]:
+    """Images and labels of one step."""
     images = (settings.batch_size, settings.image_size, settings.image_size, 3)
+    return tf.TensorSpec(images, tf.float32), tf.TensorSpec(images[:1], tf.int32)
+
+
+def _plan_and_train(model: keras.Model, settings: Settings) -> Outcome:
     try:
         checkmate_tf.compile(
             model,
             settings.budget,
-            input_spec=(tf.TensorSpec(images, tf.float32), tf.TensorSpec(images[:1], tf.int32)),
+            input_spec=batch_spec(settings),
             strategy=settings.strategy,
             time_limit_s=settings.time_limit_s,
             verbose=True,
@@ -166,12 +175,11 @@ def _train(model: keras.Model, settings: Settings) -> Outcome:
 
 def _planned_facts(model: keras.Model) -> dict:
     report = checkmate_tf.report(model)
-    written = json.loads(report.to_json())
     return {
         "budget_bytes": report.budget_bytes,
         "overhead": report.overhead,
         "gap": report.gap,
-        "report": {name: value for name, value in written.items() if name not in _HEAVY},
+        "report": json.loads(report.to_json()),
     }
 
 

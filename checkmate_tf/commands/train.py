@@ -7,14 +7,15 @@ import json
 import os
 from pathlib import Path
 
-from checkmate_tf import budget as budgets
 from checkmate_tf import sample_data
+from checkmate_tf._files import write_atomically
+from checkmate_tf.commands.arguments import add_model, budget, check_can_be_written, not_negative, positive, settings_of
 from checkmate_tf.commands.settings import Settings
 from checkmate_tf.commands.tables import comparison, expectations
-from checkmate_tf.errors import BudgetError
 
 JSON_FORMAT = "checkmate_tf.train"
 JSON_VERSION = 1
+_HEAVY = ("peak_tensors", "schedule", "timeline_bytes", "timeline_split_bytes")  # what --json leaves to --report
 
 _DESCRIPTION = """\
 Trains a keras.applications model, from random weights, on small real images that ship inside scikit-learn: first
@@ -40,27 +41,25 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_model(parser)
     add = parser.add_argument
-    add("--model", default="MobileNet", help="name in keras.applications (default: %(default)s)")
-    add("--budget", type=_budget, default=0.5, help="0.5 (of the plain peak), 800MB, 4GiB or auto (default: 0.5)")
-    add("--batch-size", type=_positive, default=32, metavar="N", help="images per step (default: %(default)s)")
-    add("--image-size", type=_positive, default=224, metavar="N", help="pixels per side (default: %(default)s)")
-    add("--steps", type=_positive, default=10, metavar="N", help="measured steps, after 2 of warm-up (default: 10)")
+    add("--budget", type=budget, default=0.5, help="0.5 (of the plain peak), 800MB, 4GiB or auto (default: 0.5)")
+    add("--steps", type=positive, default=10, metavar="N", help="measured steps, after 2 of warm-up (default: 10)")
     add("--data", choices=sorted(sample_data.CLASSES), default="photographs", help="images (default: %(default)s)")
-    add("--optimizer", default="sgd", help="name in keras.optimizers (default: %(default)s)")
     add("--strategy", default="auto", help="how to plan; see checkmate_tf.strategies() (default: %(default)s)")
-    add("--time-limit", type=_not_negative, default=60.0, metavar="S", help="seconds for the solver (default: 60)")
+    add("--time-limit", type=not_negative, default=60.0, metavar="S", help="seconds for the solver (default: 60)")
     add("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
     add("--wall", action="store_true", help="run both at a hard allocator limit just above the budget")
     add(
         "--wall-margin",
-        type=_not_negative,
+        type=not_negative,
         default=0.1,
         metavar="PART",
         help="the hard limit is the budget and this part more, because the limit counts the allocator's free but "
         "fragmented memory too (default: %(default)s)",
     )
     add("--json", type=Path, metavar="OUT", help="also write the results to this file")
+    add("--report", type=Path, metavar="OUT", help="also write the planned step's report, for `checkmate-tf report`")
     parser.set_defaults(run=run)
 
 
@@ -70,15 +69,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         CheckmateError: The input cannot be used; the message says why.
     """
+    check_can_be_written(args.json, args.report)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's own start-up notes
-    settings = Settings(
-        model=args.model,
+    settings = settings_of(
+        args,
         budget=args.budget,
-        batch_size=args.batch_size,
-        image_size=args.image_size,
         steps=args.steps,
         data=args.data,
-        optimizer=args.optimizer,
         strategy=args.strategy,
         time_limit_s=args.time_limit,
         seed=args.seed,
@@ -89,8 +86,12 @@ def run(args: argparse.Namespace) -> int:
         results = wall.run(settings, args.wall_margin)
     else:
         results = side_by_side(settings)
+    report = results["planned"]["report"]
+    if args.report is not None and report is not None:
+        write_atomically(args.report, json.dumps(report))
     if args.json is not None:
-        args.json.write_text(json.dumps({"format": JSON_FORMAT, "version": JSON_VERSION, **results}, indent=2))
+        results["planned"]["report"] = report and {name: report[name] for name in report if name not in _HEAVY}
+        write_atomically(args.json, json.dumps({"format": JSON_FORMAT, "version": JSON_VERSION, **results}, indent=2))
     return 0 if all(results["expected"].values()) else 1
 
 
@@ -114,29 +115,3 @@ def side_by_side(settings: Settings) -> dict:
         "expected": expected,
         "environment": steps.environment(),
     }
-
-
-def _budget(text: str) -> budgets.Budget:
-    try:
-        value: budgets.Budget = float(text)
-    except ValueError:
-        value = text
-    try:
-        budgets.parse(value, plain_peak_bytes=1 << 60, device_bytes=1 << 60)
-    except BudgetError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {value}")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0; got {text}")
-    return value

@@ -106,6 +106,7 @@ class Solution:
         strategy: Name in the registry.
         phases_s: Seconds per phase.
         history: (seconds, cost) of each incumbent.
+        bounds: (seconds, bound) of each bound that was better than those before.
         reason: Why there is no schedule, where the strategy can say; else empty.
     """
 
@@ -118,6 +119,7 @@ class Solution:
     strategy: str
     phases_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     history: tuple[tuple[float, float], ...] = ()
+    bounds: tuple[tuple[float, float], ...] = ()
     reason: str = ""
 
     @property

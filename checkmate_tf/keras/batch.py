@@ -67,6 +67,30 @@ def rows(data) -> int:
     return next(shape[0] for shape in _shapes(data) if shape)
 
 
+def rows_of(input_spec) -> int:
+    """The number of rows that all leaves of a specification have.
+
+    Raises:
+        ModelError: They have none in common.
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(input_spec) if leaf is not None]
+    shapes = [tuple(_static(leaf.shape)) for leaf in leaves if hasattr(leaf, "shape")]
+    counts = {shape[0] if shape else None for shape in shapes}
+    if len(shapes) != len(leaves) or len(counts) != 1 or counts & {None, 0}:
+        raise ModelError(
+            "every tensor of the batch must have the batch size as its first dimension, so that its size can be "
+            f"changed; got shapes {[list(shape) for shape in shapes]}."
+        )
+    return counts.pop()
+
+
+def with_rows(input_spec, count: int):
+    """The same specification with another number of rows."""
+    return tf.nest.map_structure(
+        lambda leaf: None if leaf is None else tf.TensorSpec((count, *tuple(leaf.shape)[1:]), leaf.dtype), input_spec
+    )
+
+
 def _kind(leaf) -> str:
     return "none" if leaf is None else leaf.dtype.name
 

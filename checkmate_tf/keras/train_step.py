@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from checkmate_tf.errors import CheckmateError, ModelError
 from checkmate_tf.keras import batch
-from checkmate_tf.pipeline import Candidate, PlannedStep, ProfiledStep, Settings
+from checkmate_tf.pipeline import PlannedStep, ProfiledStep, Settings
 from checkmate_tf.reporting import Report
 
 _log = logging.getLogger(__name__)
@@ -30,8 +30,7 @@ def attach(model: keras.Model, settings: Settings, input_spec=None) -> None:
         ModelError: The model cannot be planned; the message says what to do.
         InfeasibleBudget, NoScheduleFound: For `input_spec`. The model is left as it was.
     """
-    _check(model)
-    training = PlannedTraining(model, settings)
+    training = checked_training(model, settings)
     if input_spec is not None:
         training.plan_spec(input_spec)
     detach(model)
@@ -40,28 +39,30 @@ def attach(model: keras.Model, settings: Settings, input_spec=None) -> None:
     training.install()
 
 
-def minimum(model: keras.Model, settings: Settings, input_spec, phases_s: dict[str, float]) -> Candidate:
-    """The plan with the lowest peak that was found for a batch. The model is left as it was.
+def on_profiled(model: keras.Model, settings: Settings, input_spec, use: Callable):
+    """Traces and profiles the model's step for a batch, and calls `use` with it. The model is left as it was.
 
     Args:
         model: Compiled.
-        settings: Options; the budget is not used.
-        input_spec: The batch.
-        phases_s: Takes the seconds of each phase.
+        settings: Options.
+        input_spec: The batch, which is there while `use` runs.
+        use: Takes a ProfiledStep; what it returns is returned.
+
+    Raises:
+        ModelError: The model cannot be planned; the message says what to do.
+    """
+    training = checked_training(model, settings)
+    return training.on_spec(input_spec, lambda data: use(training.profiled(data)))
+
+
+def checked_training(model: keras.Model, settings: Settings) -> PlannedTraining:
+    """The planned steps of a model to which nothing was attached.
 
     Raises:
         ModelError: The model cannot be planned; the message says what to do.
     """
     _check(model)
-    training = PlannedTraining(model, settings)
-
-    def find(data) -> Candidate:
-        profiled = training.profiled(data)
-        least = profiled.minimum_budget()
-        phases_s.update(profiled.phases_s)
-        return least
-
-    return training.on_spec(input_spec, find)
+    return PlannedTraining(model, settings)
 
 
 def detach(model: keras.Model) -> None:

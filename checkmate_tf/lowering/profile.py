@@ -9,7 +9,6 @@ import logging
 import os
 import pathlib
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
+from checkmate_tf._files import write_atomically
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.lowering.arena import exact_chunks
 from checkmate_tf.lowering.extract import ExtractedStep
@@ -382,10 +382,7 @@ class _Cache:
         self.ops = {**self._read(), **self.ops}
         content = {"header": self._header, "ops": {key: dataclasses.asdict(op) for key, op in self.ops.items()}}
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False, suffix=".tmp") as file:
-                json.dump(content, file)
-            os.replace(file.name, self._path)
+            write_atomically(self._path, json.dumps(content))
         except OSError as error:
             _log.warning("The profile cache %s cannot be written: %s", self._path, error)
 

@@ -1,4 +1,4 @@
-"""When each op runs: the matrix R of the plan, one row per op."""
+"""When each op runs and how long its value is held: the matrices R and S of the plan, one row per op."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
 from checkmate_tf.plots import style
 
 if TYPE_CHECKING:
-    from checkmate_tf.reporting import Report
+    from checkmate_tf.reporting import Report, ScheduleRow
 
 _MOST_NAMES = 60
 
 
 def plot(report: Report) -> Figure:
-    """One mark per run of an op: where in the plan (x) which op (y) runs for the first time or again.
+    """One mark per run of an op: where in the plan (x) which op (y) runs for the first time or again (R).
 
-    Ops are named on the axis when there are few enough of them to read.
+    A line from a run goes on for as long as what it made is held (S). Ops are named on the axis when
+    there are few enough of them to read.
 
     Args:
         report: With a schedule.
@@ -31,21 +33,36 @@ def plot(report: Report) -> Figure:
     named = len(rows) <= _MOST_NAMES
     figure, axes = style.new_figure(height=max(4.0, 0.16 * len(rows) + 1.0) if named else 6.0)
     size = 4.0 if named else 1.5
-    runs = [(step, y, row.is_gradient) for y, row in enumerate(rows) for step in row.steps[:1]]
+    first = [(row.steps[0], y, row.is_gradient) for y, row in enumerate(rows) if row.steps]
     again = [(step, y) for y, row in enumerate(rows) for step in row.steps[1:]]
-    _marks(axes, [(x, y) for x, y, gradient in runs if not gradient], "s", style.BLUE, size, "forward")
-    _marks(axes, [(x, y) for x, y, gradient in runs if gradient], "o", style.ORANGE, size, "backward and update")
-    _marks(axes, again, "D", style.VERMILION, size, f"recomputed ({len(again)})")
+    _held(axes, rows, 2.0 if named else 0.5)
+    _marks(axes, [(x, y) for x, y, gradient in first if not gradient], "s", style.BLUE, size, "forward")
+    _marks(axes, [(x, y) for x, y, gradient in first if gradient], "o", style.ORANGE, size, "backward and update")
+    _marks(axes, again, "D", style.VERMILION, max(size, 3.0), f"recomputed ({len(again)})")
+    last = max((step for row in rows for step in row.until), default=0)
     axes.set(
-        xlabel="step of the plan", ylabel="op" if named else "op, in the plain order", ylim=(len(rows) - 0.5, -0.5)
+        xlabel="step of the plan",
+        ylabel="op" if named else "op, in the plan's order",
+        xlim=(-0.5, last + 0.5),
+        ylim=(len(rows) - 0.5, -0.5),
     )
     if named:
         axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize="x-small")
-    axes.legend(loc="lower left", frameon=False, markerscale=5.0 / size)
+    legend = axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False)
+    legend.legend_handles[0].set_linewidth(3.0)
+    for handle in legend.legend_handles[1:]:
+        handle.set_markersize(5.0)
     return figure
+
+
+def _held(axes: Axes, rows: Iterable[ScheduleRow], width: float) -> None:
+    lines = [
+        ((step, y), (until, y)) for y, row in enumerate(rows) for step, until in zip(row.steps, row.until, strict=True)
+    ]
+    axes.add_collection(LineCollection(lines, colors=style.SKY_BLUE, linewidths=width, label="value held", zorder=1))
 
 
 def _marks(axes: Axes, points: Iterable[tuple[int, int]], marker: str, colour: str, size: float, label: str) -> None:
     points = list(points)
     x, y = [p[0] for p in points], [p[1] for p in points]
-    axes.plot(x, y, marker, color=colour, markersize=size, linestyle="none", label=label)
+    axes.plot(x, y, marker, color=colour, markersize=size, markeredgewidth=0.0, linestyle="none", label=label)

@@ -9,6 +9,8 @@ References:
 
 from __future__ import annotations
 
+import io
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -19,11 +21,16 @@ GREEN = "#009E73"
 BLUE = "#0072B2"
 VERMILION = "#D55E00"
 GREY = "#999999"
+LIGHT_GREY = "#DDDDDD"
+YELLOW = "#F0E442"
+PURPLE = "#CC79A7"
+
+_DPI = 150
 
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024), ("B", 1))
 
 
-def new_figure(width: float = 8.0, height: float = 4.0) -> tuple[Figure, Axes]:
+def new_figure(width: float = 9.5, height: float = 4.2) -> tuple[Figure, Axes]:
     """A figure with one axes, free of pyplot's global state, so that it need not be closed.
 
     Args:
@@ -39,3 +46,10 @@ def new_figure(width: float = 8.0, height: float = 4.0) -> tuple[Figure, Axes]:
 def byte_unit(size_bytes: int) -> tuple[str, int]:
     """Name and bytes of the binary unit that suits an axis which reaches up to `size_bytes`."""
     return next(((name, unit) for name, unit in _UNITS if size_bytes >= unit), _UNITS[-1])
+
+
+def to_png(figure: Figure) -> bytes:
+    """The figure as a PNG image, sharp enough for print at its size."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=_DPI)
+    return image.getvalue()

@@ -101,4 +101,4 @@ class AutoSolver(StagesSolver):
         order = first_runs(best.sequence())
         found = StagesSolver(permuted(self.graph, order)).solve(budget_bytes, course.next_options(1.0))
         schedule = None if found.schedule is None else SequenceSchedule(order[found.schedule.sequence()])
-        course.take(dataclasses.replace(found, schedule=schedule, bound=None, bound_of=""))
+        course.take(dataclasses.replace(found, schedule=schedule, bound=None, bound_of="", bounds=()))

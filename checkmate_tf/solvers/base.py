@@ -96,6 +96,7 @@ class Recorder:
         self._lock = threading.Lock()
         self.history: list[tuple[float, float]] = []
         self.bound: float | None = None
+        self.bounds: list[tuple[float, float]] = []
         self.note()
 
     @property
@@ -123,6 +124,7 @@ class Recorder:
             if self.bound is not None and bound <= self.bound:
                 return
             self.bound = bound
+            self.bounds.append((self.clock.elapsed_s, bound))
         self._tell()
 
     def _tell(self) -> None:
@@ -192,5 +194,6 @@ class Solver(abc.ABC):
             strategy=self.name,
             phases_s=dict(clock.phases_s),
             history=tuple(recorder.history),
+            bounds=tuple(recorder.bounds),
             reason=reason,
         )

@@ -63,24 +63,25 @@ class Course:
         for seconds, cost in found.history:
             if not self._history or cost < self._history[-1][1]:
                 self._history.append((self._began_s + seconds, cost))
-        self._found.append(found)
+        bounds = tuple((self._began_s + seconds, bound) for seconds, bound in found.bounds)
+        self._found.append(dataclasses.replace(found, bounds=bounds))
 
     def closed(self, gap: float | None = None) -> bool:
         """Whether the gap is at most this, or what the options ask for."""
-        bound, _ = self._bound()
+        bounding = self._bounding()
+        bound = -math.inf if bounding is None else bounding.bound
         return self.cost <= bound * (1 + (self.options.gap if gap is None else gap))
 
-    def _bound(self) -> tuple[float, str]:
-        """The highest bound of those that the best schedule does not refute, as another order can be below a model's.
+    def _bounding(self) -> Solution | None:
+        """Whose bound is the highest that the best schedule does not refute, as another order can be below a model's.
 
         Of bounds that prove it to be the best, the one of the widest model.
         """
-        bounds = [(s.bound, s.bound_of) for s in self._found if s.bound is not None]
-        bounds = [b for b in bounds if b[0] <= self.cost * (1 + _PROVEN)]
-        closing = [b for b in bounds if self.cost <= b[0] * (1 + _PROVEN)]
+        bounding = [s for s in self._found if s.bound is not None and s.bound <= self.cost * (1 + _PROVEN)]
+        closing = [s for s in bounding if self.cost <= s.bound * (1 + _PROVEN)]
         if closing:
-            return min(closing, key=lambda b: _WIDEST.index(b[1]) if b[1] in _WIDEST else len(_WIDEST))
-        return max(bounds, default=(-math.inf, ""))
+            return min(closing, key=lambda s: _WIDEST.index(s.bound_of) if s.bound_of in _WIDEST else len(_WIDEST))
+        return max(bounding, key=lambda s: (s.bound, s.bound_of), default=None)
 
     def solution(self, strategy: str, *, infeasible: bool) -> Solution:
         """All in one.
@@ -94,17 +95,18 @@ class Course:
             for name, seconds in found.phases_s.items():
                 phases_s[name] = phases_s.get(name, 0.0) + seconds
         best = next((s for s in self._found if s.schedule is self.schedule), self._found[0])
-        bound, bound_of = self._bound()
-        proven = self.cost <= bound * (1 + _PROVEN)
+        bounding = self._bounding()
+        proven = bounding is not None and self.cost <= bounding.bound * (1 + _PROVEN)
         status = Status.OPTIMAL if proven else Status.FEASIBLE
         if self.schedule is None:
             status = Status.INFEASIBLE if infeasible else Status.UNKNOWN
         return dataclasses.replace(
             best,
             status=status,
-            bound=bound if bound_of else None,
-            bound_of=bound_of,
+            bound=None if bounding is None else bounding.bound,
+            bound_of="" if bounding is None else bounding.bound_of,
             strategy=strategy,
             phases_s=phases_s,
             history=tuple(self._history),
+            bounds=() if bounding is None else bounding.bounds,
         )

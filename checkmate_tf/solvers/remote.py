@@ -80,13 +80,18 @@ class RemoteSolver:
         """Schedules seen so far, none both larger and dearer than another, by ascending peak."""
         return self._front
 
-    def minimum_budget(self, time_limit_s: float) -> MinimumBudget:
+    def minimum_budget(self, time_limit_s: float, *, own: bool = False) -> MinimumBudget | None:
         """The smallest budget that a schedule of the graph was found to meet.
+
+        Args:
+            time_limit_s: Seconds.
+            own: Ask this strategy only. The answer is None where it does not look for small schedules;
+                else "stages" stands in for it.
 
         Raises:
             CheckmateError: The process died or hangs.
         """
-        return self._ask(("minimum", time_limit_s), time_limit_s, None)
+        return self._ask(("minimum", time_limit_s, own), time_limit_s, None)
 
     def close(self) -> None:
         """Ends the process."""
@@ -134,8 +139,11 @@ def _serve(receive: Connection, send: Connection) -> None:
 
 def _answer(solver, kind: str, arguments: list, send: Connection):
     if kind == "minimum":
+        time_limit_s, own = arguments
         reusable = solver if hasattr(solver, "smallest") else None
-        return minimum_budget(solver.graph, solver=reusable, time_limit_s=arguments[0])
+        if own and reusable is None:
+            return None
+        return minimum_budget(solver.graph, solver=reusable, time_limit_s=time_limit_s)
     budget_bytes, options = arguments
     options = dataclasses.replace(options, on_progress=lambda *news: send.send(("progress", *news)))
     solution = solver.solve(budget_bytes, options)

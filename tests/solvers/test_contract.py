@@ -92,6 +92,9 @@ def test_one_call_for_one_problem():
     solution = solve(Problem(graph, budget_of(graph, 0.6)))
     assert solution.status is Status.OPTIMAL
     assert solution.history[-1][1] == solution.cost
+    assert solution.bounds[-1][1] == solution.bound
+    for entries in (solution.history, solution.bounds):
+        assert [seconds for seconds, _ in entries] == sorted(seconds for seconds, _ in entries)
 
 
 def test_unknown_strategy_is_refused_with_the_names():

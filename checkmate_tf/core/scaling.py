@@ -1,0 +1,79 @@
+"""The same step at another batch size: which tensors grow with the batch, and what that does to the costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from checkmate_tf.core.opgraph import Costs, OpGraph
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BatchScaling:
+    """A step whose tensors are linear in the number of rows of the batch.
+
+    Attributes:
+        op_graph: The step at `rows` rows.
+        costs: Its costs there.
+        rows: Number of rows at which it was profiled.
+        bytes_per_row: float64 (tensors,). What each tensor grows by with each row; 0 for weights, their gradients, ...
+        grows: bool (ops,). The op touches a tensor that grows: its time and workspace are taken to be proportional.
+    """
+
+    op_graph: OpGraph
+    costs: Costs
+    rows: int
+    bytes_per_row: np.ndarray
+    grows: np.ndarray
+
+    @classmethod
+    def between(cls, op_graph: OpGraph, costs: Costs, rows: int, other: OpGraph, other_rows: int) -> BatchScaling:
+        """The line through the sizes at two batches.
+
+        Args:
+            op_graph: The step at `rows` rows, with measured storage.
+            costs: Its costs.
+            rows: Rows of its batch.
+            other: The step traced at another batch. Tensors are matched by the names of their ops and their place
+                among the outputs; one that `other` lacks is taken to be proportional to the batch.
+            other_rows: Rows of that batch.
+        """
+        sizes = {
+            (other.names[op], place): int(other.tensor_bytes[t])
+            for op in range(other.n)
+            for place, t in enumerate(other.outputs[op])
+        }
+        per_row = op_graph.tensor_bytes / rows
+        for op in range(op_graph.n):
+            for place, t in enumerate(op_graph.outputs[op]):
+                size = sizes.get((op_graph.names[op], place))
+                if size is not None:
+                    per_row[t] = (size - int(op_graph.tensor_bytes[t])) / (other_rows - rows)
+        grows = np.array(
+            [
+                any(per_row[t] > 0 for t in (*inputs, *outputs))
+                for inputs, outputs in zip(op_graph.inputs, op_graph.outputs, strict=True)
+            ],
+            dtype=bool,
+        )
+        return cls(op_graph, costs, rows, per_row, grows)
+
+    def at(self, rows: int) -> tuple[OpGraph, Costs]:
+        """The step and its predicted costs at another number of rows."""
+        change = self.bytes_per_row * (rows - self.rows)
+        tensor_bytes = np.maximum(0, np.rint(self.op_graph.tensor_bytes + change)).astype(np.int64)
+        factor = np.where(self.grows, rows / self.rows, 1.0)
+        workspace = np.rint(self.costs.workspace_bytes * factor).astype(np.int64)
+        costs = Costs(self.costs.time_s * factor, workspace)
+        return dataclasses.replace(self.op_graph, tensor_bytes=tensor_bytes), costs
+
+
+def one_more_forward_pass(op_graph: OpGraph, costs: Costs) -> float:
+    """Cost of the step and a second forward pass / cost of the step.
+
+    References:
+        Jain et al., Checkmate, MLSys 2020, equation 10.
+    """
+    total = float(costs.time_s.sum())
+    return 1.0 + float(costs.time_s[~op_graph.is_gradient].sum()) / total if total else 1.0

@@ -1,0 +1,255 @@
+"""Finds the largest batch of a Keras model that a budget allows, without training at each size."""
+
+from __future__ import annotations
+
+import time
+
+import keras
+import tensorflow as tf
+
+from checkmate_tf.batch_size import BatchTrial, MaxBatchSize, largest_confirmed, largest_exactly, largest_that
+from checkmate_tf.budget import format_bytes
+from checkmate_tf.core.order import permute, ready_order
+from checkmate_tf.core.plan import compile_plan
+from checkmate_tf.core.scaling import BatchScaling, one_more_forward_pass
+from checkmate_tf.core.simulate import simulate, working_set_bytes
+from checkmate_tf.errors import ModelError, NoScheduleFound
+from checkmate_tf.keras import batch
+from checkmate_tf.keras.train_step import PlannedTraining, checked_training
+from checkmate_tf.pipeline import PlannedStep, ProfiledStep, Settings
+from checkmate_tf.planner import Candidate
+
+_MEASURED_STEPS = 4
+_ALMOST = 1 + 1e-9
+
+
+def find(
+    model: keras.Model, settings: Settings, input_spec, *, max_overhead: float | None, measure: bool
+) -> MaxBatchSize:
+    """The largest batch whose plan keeps the budget and the cap. The model is left as it was.
+
+    Args:
+        model: Compiled.
+        settings: Budget and options; the time limit is for each size.
+        input_spec: The batch at which the step is profiled, with one number of rows in every leaf.
+        max_overhead: Cap on planned / plain cost; None for one extra forward pass.
+        measure: Also run the step at the size that was found.
+
+    Raises:
+        ModelError: The model cannot be planned, or the batch has no one number of rows.
+        NoScheduleFound: No batch fits.
+    """
+    rows = batch.rows_of(input_spec)
+    finder = _Finder(checked_training(model, settings), settings, rows, max_overhead)
+    size = finder.on_batch(input_spec, finder.search)
+    best = largest_confirmed(
+        lambda size: finder.on_batch(batch.with_rows(input_spec, size), finder.confirm, measure=measure), size
+    )
+    if best == 0:
+        raise NoScheduleFound(
+            f"no batch fits {format_bytes(finder.budget_bytes)} with an overhead of at most {finder.cap_text()}; "
+            f"{len(finder.trials)} sizes were tried. Try: a larger budget, or a larger max_overhead."
+        )
+    return finder.result()
+
+
+class _Finder:
+    """One search: first over scaled problems, then over real ones."""
+
+    def __init__(self, training: PlannedTraining, settings: Settings, rows: int, max_overhead: float | None):
+        self._training = training
+        self._settings = settings
+        self._rows = rows
+        self._max_overhead = max_overhead
+        self.budget_bytes = 0
+        self.trials: list[BatchTrial] = []
+        self._phases_s: dict[str, float] = {}
+        self._plain_rows = self._most_rows = 0
+        self._found: dict = {}
+        self._known: list[Candidate] = []
+
+    def on_batch(self, input_spec, use, **options):
+        """Calls `use` with the step profiled at a batch, and the batch. False where the batch itself has no room."""
+
+        def profile_and_use(data):
+            profiled = self._training.profiled(data)
+            try:
+                return use(profiled, data, **options)
+            finally:
+                for phase, seconds in profiled.phases_s.items():
+                    self._phases_s[phase] = self._phases_s.get(phase, 0.0) + seconds
+
+        try:
+            return self._training.on_spec(input_spec, profile_and_use)
+        except ModelError as error:
+            if self.trials and isinstance(error.__cause__, tf.errors.ResourceExhaustedError):
+                return False
+            raise
+
+    def search(self, profiled: ProfiledStep, data) -> int:
+        """The largest size, to within `TOLERANCE`, whose scaled step has a plan."""
+        self.budget_bytes = profiled.budget_bytes()
+        profiled.make_room(self.budget_bytes - profiled.base_bytes)
+        scaled = self._scaled(profiled, data)
+        unmodified = profiled.unmodified()
+        plain = scaled if unmodified is profiled else self._scaled(unmodified, data)
+        self._plain_rows = largest_exactly(lambda size: plain.plain_fits(size, self.budget_bytes), self._rows)
+        self._most_rows = largest_exactly(lambda size: scaled.may_fit(size, self.budget_bytes), self._rows)
+        if self._most_rows == 0:
+            return 0
+        least = profiled.minimum_budget()
+        self._known.append(least)
+        weights = profiled.base_bytes - profiled.batch_bytes
+        guess = self._rows * (self.budget_bytes - weights) / max(1, least.peak_bytes - weights)
+
+        def fits(size: int) -> bool:
+            return self._try(
+                profiled,
+                size,
+                lambda candidate: scaled.replay(candidate, size, self.budget_bytes),
+                lambda progress: scaled.plan(size, self.budget_bytes, progress),
+                confirmed=False,
+            )
+
+        return largest_that(fits, below=self._most_rows + 1, guess=max(1, int(guess)))
+
+    def _scaled(self, profiled: ProfiledStep, data) -> _Scaled:
+        other = profiled.op_graph_at(batch.with_rows(batch.spec_of(data), 2 * self._rows))
+        step = profiled.profile
+        scaling = BatchScaling.between(step.op_graph, step.costs, self._rows, other, 2 * self._rows)
+        return _Scaled(profiled, scaling)
+
+    def confirm(self, profiled: ProfiledStep, data, *, measure: bool) -> bool:
+        """Whether the step traced and profiled at this size has a plan."""
+        size = batch.rows(data)
+
+        def plan(progress) -> Candidate | None:
+            return profiled.planner.find(
+                self.budget_bytes, time_limit_s=self._settings.time_limit_s, on_progress=progress
+            )
+
+        def again(candidate: Candidate) -> Candidate | None:
+            step = profiled.profile
+            return profiled.replay(candidate, step.op_graph, step.costs, self.budget_bytes)
+
+        fits = self._try(profiled, size, again, plan, confirmed=True)
+        if fits and measure:
+            self._measure(profiled, data)
+        return fits
+
+    def result(self) -> MaxBatchSize:
+        """What was found."""
+        return MaxBatchSize(
+            budget_bytes=self.budget_bytes,
+            plain_batch_size=self._plain_rows,
+            no_batch_above=self._most_rows,
+            trials=tuple(self.trials),
+            phases_s=self._phases_s,
+            **self._found,
+        )
+
+    def cap_text(self) -> str:
+        """The cap in words."""
+        return "one extra forward pass" if self._max_overhead is None else f"{self._max_overhead:.3f}"
+
+    def _try(self, profiled: ProfiledStep, size: int, replay, plan, *, confirmed: bool) -> bool:
+        """Tries the plans of other sizes, then plans for this one, and books what came of it."""
+        label = f"{'confirm' if confirmed else 'try'} {size}"
+        limit_s = self._settings.time_limit_s
+        self._settings.progress(label, 0.0)
+        start = time.perf_counter()
+        replayed = [found for known in self._known if (found := replay(known)) is not None]
+        candidate = min(replayed, key=lambda found: found.time_s, default=None)
+        if not self._within_cap(profiled, candidate):
+            candidate = plan(lambda seconds, *_: self._settings.progress(label, min(0.99, seconds / limit_s)))
+            self._known += [candidate] if candidate is not None else []
+        profiled.phases_s["solve"] = profiled.phases_s.get("solve", 0.0) + time.perf_counter() - start
+        self._settings.progress(label, 1.0)
+        cap = self._cap(profiled, candidate)
+        fits = self._within_cap(profiled, candidate)
+        self.trials.append(
+            BatchTrial(
+                batch_size=size,
+                fits=fits,
+                confirmed=confirmed,
+                predicted_peak_bytes=candidate.peak_bytes if candidate is not None else None,
+                overhead=candidate.overhead if candidate is not None else None,
+                max_overhead=cap,
+            )
+        )
+        if fits and confirmed:
+            self._candidate = candidate
+            self._found = {
+                "batch_size": size,
+                "max_overhead": cap,
+                "predicted_peak_bytes": candidate.peak_bytes,
+                "predicted_overhead": candidate.overhead,
+                "predicted_step_s": candidate.time_s,
+            }
+        return fits
+
+    def _cap(self, profiled: ProfiledStep, candidate: Candidate | None) -> float:
+        step = candidate or profiled.profile
+        one_more = one_more_forward_pass(step.op_graph, step.costs)
+        return one_more if self._max_overhead is None else self._max_overhead
+
+    def _within_cap(self, profiled: ProfiledStep, candidate: Candidate | None) -> bool:
+        return candidate is not None and candidate.overhead <= self._cap(profiled, candidate) * _ALMOST
+
+    def _measure(self, profiled: ProfiledStep, data) -> None:
+        """Runs the planned step, then gives every variable its value back."""
+        variables = list(profiled.traced.function.variables)
+        values = [variable.numpy() for variable in variables]
+        step = PlannedStep(profiled, self.budget_bytes, self._candidate, profiled.build(self._candidate))
+        try:
+            for _ in range(_MEASURED_STEPS):
+                step(data)
+        finally:
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+        report = step.report()
+        self._found |= {
+            "measured_peak_bytes": report.measured_peak_bytes,
+            "measured_step_s": report.measured_step_s,
+            "predicted_peak_bytes": report.predicted_peak_bytes,
+            "predicted_overhead": report.predicted_overhead,
+            "predicted_step_s": report.predicted_step_s,
+        }
+
+
+class _Scaled:
+    """A profiled step at sizes that it was not profiled at."""
+
+    def __init__(self, profiled: ProfiledStep, scaling: BatchScaling):
+        self._profiled = profiled
+        self._scaling = scaling
+        self._plain_order = ready_order(scaling.op_graph)
+
+    def plan(self, size: int, budget_bytes: int, on_progress) -> Candidate | None:
+        """The cheapest plan within the budget."""
+        op_graph, costs = self._scaling.at(size)
+        planner = self._profiled.planner_for(
+            self._profiled.settings.strategy, op_graph, costs, more_bytes=self._more_bytes(size)
+        )
+        return planner.find(budget_bytes, time_limit_s=self._profiled.settings.time_limit_s, on_progress=on_progress)
+
+    def replay(self, candidate: Candidate, size: int, budget_bytes: int) -> Candidate | None:
+        """A plan of another size, if it keeps the budget at this one."""
+        op_graph, costs = self._scaling.at(size)
+        return self._profiled.replay(candidate, op_graph, costs, budget_bytes, more_bytes=self._more_bytes(size))
+
+    def plain_fits(self, size: int, budget_bytes: int) -> bool:
+        """Whether the unmodified step fits."""
+        op_graph, costs = permute(*self._scaling.at(size), self._plain_order)
+        memory = simulate(op_graph, compile_plan(op_graph, range(op_graph.n)), costs.workspace_bytes)
+        peak = self._profiled.allocator_peak(memory, more_bytes=self._more_bytes(size))
+        return peak is not None and peak <= budget_bytes
+
+    def may_fit(self, size: int, budget_bytes: int) -> bool:
+        """Whether what every schedule needs fits."""
+        op_graph, _ = self._scaling.at(size)
+        return self._profiled.base_bytes + self._more_bytes(size) + working_set_bytes(op_graph) <= budget_bytes
+
+    def _more_bytes(self, size: int) -> int:
+        """What the batch takes beyond the one that is there."""
+        return round((size / self._scaling.rows - 1) * self._profiled.batch_bytes)

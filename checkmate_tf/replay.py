@@ -1,0 +1,66 @@
+"""A plan that was made for a step, tried on the same step in other sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.core.order import permute
+from checkmate_tf.core.plan import compile_plan
+from checkmate_tf.core.simulate import Memory, simulate
+from checkmate_tf.core.validate import validate
+from checkmate_tf.planner import DISTURBANCES, Candidate
+
+
+def replay(
+    candidate: Candidate,
+    op_graph: OpGraph,
+    costs: Costs,
+    budget_bytes: int,
+    *,
+    base_bytes: int,
+    allocator_peak: Callable[[Memory, int], int | None],
+    uncounted_below_bytes: int = 0,
+) -> Candidate | None:
+    """The same ops in the same order, if that keeps the budget in every state of the allocator.
+
+    Args:
+        candidate: A plan of a step with the same ops.
+        op_graph: The step, in any order.
+        costs: Its costs.
+        budget_bytes: Everything included.
+        base_bytes: What the device holds before the step.
+        allocator_peak: As for `Planner`.
+        uncounted_below_bytes: As for `Planner`.
+
+    Returns:
+        A candidate without a solver's word on it; None where it breaks the budget, or the steps' ops differ.
+
+    Raises:
+        InvalidPlan: The checker refuses it.
+    """
+    number = {name: op for op, name in enumerate(op_graph.names)}
+    if len(number) != candidate.op_graph.n or number.keys() != set(candidate.op_graph.names):
+        return None
+    ordered, ordered_costs = permute(op_graph, costs, [number[name] for name in candidate.op_graph.names])
+    plan = compile_plan(ordered, candidate.plan.ops)
+    memory = simulate(ordered, plan, ordered_costs.workspace_bytes)
+    peaks = []
+    for disturbance in range(DISTURBANCES):
+        peaks.append(allocator_peak(memory, disturbance))
+        if peaks[-1] is None or peaks[-1] > budget_bytes:
+            return None
+    validate(ordered, plan, memory, budget_bytes - base_bytes, uncounted_below_bytes=uncounted_below_bytes)
+    return dataclasses.replace(
+        candidate,
+        op_graph=ordered,
+        costs=ordered_costs,
+        plan=plan,
+        memory=memory,
+        peak_bytes=peaks[0],
+        time_s=float(ordered_costs.time_s[plan.ops].sum()),
+        node_peak_bytes=0,
+        solution=None,
+        history=(),
+    )

@@ -1,0 +1,229 @@
+"""The tradeoff curve of a training step: what each budget costs, with each strategy."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from checkmate_tf._text import aligned
+from checkmate_tf._version import __version__
+from checkmate_tf.budget import format_bytes
+from checkmate_tf.errors import FileError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT = "checkmate_tf.tradeoff_curve"
+FORMAT_VERSION = 1
+
+_MISSING = "-"
+
+
+@dataclasses.dataclass(frozen=True)
+class CurvePoint:
+    """What one strategy makes of one budget. What is not known is None.
+
+    Attributes:
+        strategy: Name in `strategies()`.
+        budget_bytes: What the allocator's peak must not exceed.
+        predicted_peak_bytes: The allocator's peak in the plan; None without a plan.
+        predicted_step_s: Sum of the profiled times of all that the plan runs.
+        overhead: Cost of the plan / cost of running every op once.
+        lower_bound_s: Proven lower bound on the cost of schedules with that peak.
+        gap: (cost - bound) / bound.
+        status: "optimal", "feasible", "unknown" (no plan found in time) or "infeasible" (proven: there is none).
+        search_s: Seconds that were spent on it.
+    """
+
+    strategy: str
+    budget_bytes: int
+    predicted_peak_bytes: int | None = None
+    predicted_step_s: float | None = None
+    overhead: float | None = None
+    lower_bound_s: float | None = None
+    gap: float | None = None
+    status: str = "unknown"
+    search_s: float = 0.0
+
+    @property
+    def found(self) -> bool:
+        """A plan within the budget was found."""
+        return self.predicted_step_s is not None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What tells points of one curve apart."""
+        return self.strategy, self.budget_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class TradeoffCurve:
+    """What memory costs in time, for one model and batch. Prints as a table, shows as one in a notebook.
+
+    Attributes:
+        plain_peak_bytes: Predicted peak of the unmodified step.
+        plain_step_s: Sum of the profiled times of all ops, each run once.
+        points: By strategy in the order that was asked for, then by budget.
+        fingerprint: What the figures depend on: digests of the step and of its measured costs, the device, versions.
+    """
+
+    plain_peak_bytes: int
+    plain_step_s: float
+    points: tuple[CurvePoint, ...] = ()
+    fingerprint: Mapping[str, str | float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Names of the strategies, in order."""
+        return tuple(dict.fromkeys(point.strategy for point in self.points))
+
+    def rows(self) -> list[dict]:
+        """One plain record per point, as `pandas.DataFrame` and `csv.DictWriter` take them."""
+        return [dataclasses.asdict(point) for point in self.points]
+
+    def to_csv(self) -> str:
+        """The records as CSV with a header; what is not known is empty."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(CurvePoint)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows())
+        return text.getvalue()
+
+    def to_json(self) -> str:
+        """The whole curve as versioned JSON."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "version": FORMAT_VERSION,
+                "written_by": f"checkmate_tf {__version__}",
+                "fingerprint": dict(self.fingerprint),
+                "plain_peak_bytes": self.plain_peak_bytes,
+                "plain_step_s": self.plain_step_s,
+                "points": self.rows(),
+            },
+            allow_nan=False,
+            indent=1,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> TradeoffCurve:
+        """The curve that `to_json` wrote.
+
+        Raises:
+            FileError: The text is no curve, or one that this version of the package does not read.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise FileError(f"a tradeoff curve must be JSON; this text is not: {error}") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise FileError(f'a tradeoff curve must be a JSON object with "format": "{FORMAT}"; this text is not one.')
+        if data.get("version") != FORMAT_VERSION:
+            raise FileError(
+                f"a tradeoff curve must have version {FORMAT_VERSION}; this one has {data.get('version')!r} and was "
+                f"written by {data.get('written_by')}. Read it with that version, or make it again."
+            )
+        try:
+            return cls(
+                plain_peak_bytes=_number(data["plain_peak_bytes"], int),
+                plain_step_s=_number(data["plain_step_s"], float),
+                points=tuple(_point(row) for row in data["points"]),
+                fingerprint=dict(data["fingerprint"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileError(
+                f"a tradeoff curve must have all its fields, of the right kind; {_reason(error)}"
+            ) from error
+
+    @classmethod
+    def read(cls, path: str | os.PathLike) -> TradeoffCurve:
+        """The curve in a file.
+
+        Raises:
+            FileError: The file holds no curve; the message names it.
+            OSError: It cannot be read.
+        """
+        try:
+            return cls.from_json(pathlib.Path(path).read_text(encoding="utf-8"))
+        except (FileError, UnicodeDecodeError) as error:
+            raise FileError(f"{os.fspath(path)}: {error}") from error
+
+    def plot(self) -> Figure:
+        """Overhead against budget, one line per strategy.
+
+        Returns:
+            A Matplotlib figure, not shown.
+
+        Raises:
+            ValueError: No point of the curve has a plan.
+        """
+        from checkmate_tf.plots import tradeoff
+
+        if not any(point.found for point in self.points):
+            raise ValueError("a tradeoff curve needs a plan for this plot; no strategy found one.")
+        return tradeoff.plot(self)
+
+    def __str__(self) -> str:
+        head = f"checkmate_tf tradeoff curve: plain peak {format_bytes(self.plain_peak_bytes)}"
+        return "\n".join([f"{head}, {self.plain_step_s:.3f} s per step", *aligned([HEADING, *map(cells, self.points)])])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in HEADING)
+        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells(point)) + "</tr>" for point in self.points)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+HEADING = ("strategy", "budget", "peak", "step time", "overhead", "lower bound", "gap", "status")
+"""Names of the columns that `cells` fills."""
+
+
+def cells(point: CurvePoint) -> tuple[str, ...]:
+    """A point as the text of a table's row."""
+    return (
+        point.strategy,
+        format_bytes(point.budget_bytes),
+        _MISSING if point.predicted_peak_bytes is None else format_bytes(point.predicted_peak_bytes),
+        _MISSING if point.predicted_step_s is None else f"{point.predicted_step_s:.3f} s",
+        _MISSING if point.overhead is None else f"{point.overhead:.3f}",
+        _MISSING if point.lower_bound_s is None else f"{point.lower_bound_s:.3f} s",
+        _MISSING if point.gap is None else f"{100 * point.gap:.2f} %",
+        point.status,
+    )
+
+
+_INTS = ("budget_bytes", "predicted_peak_bytes")
+_FLOATS = ("predicted_step_s", "overhead", "lower_bound_s", "gap", "search_s")
+_OPTIONAL = frozenset({"predicted_peak_bytes", "predicted_step_s", "overhead", "lower_bound_s", "gap"})
+
+
+def _point(row: dict) -> CurvePoint:
+    """A point from JSON.
+
+    Raises:
+        KeyError, TypeError, ValueError: A field is missing, unknown or of the wrong kind.
+    """
+    if not isinstance(row["strategy"], str) or not isinstance(row["status"], str):
+        raise TypeError("strategy and status are strings.")
+    numbers = {name: _number(row[name], int, name in _OPTIONAL) for name in _INTS}
+    numbers |= {name: _number(row[name], float, name in _OPTIONAL) for name in _FLOATS}
+    return CurvePoint(strategy=row["strategy"], status=row["status"], **numbers)
+
+
+def _number(value, to: type, optional: bool = False):
+    if value is None and optional:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{value!r} is no number.")
+    if to is int and not isinstance(value, int):
+        raise TypeError(f"{value!r} is no whole number.")
+    return to(value)
+
+
+def _reason(error: Exception) -> str:
+    return f"this one lacks {error}." if isinstance(error, KeyError) else str(error)
