@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from checkmate_tf.planner import Candidate
+from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.reporting import HeldTensor, ScheduleRow
 
 

@@ -23,8 +23,9 @@ from checkmate_tf.lowering.implementations.registry import RULES
 from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 from checkmate_tf.lowering.trace import TracedStep, trace
-from checkmate_tf.planner import Candidate, Planner
-from checkmate_tf.replay import replay
+from checkmate_tf.planning.candidate import Candidate
+from checkmate_tf.planning.planner import Planner
+from checkmate_tf.planning.replay import replay
 from checkmate_tf.reporting import ImplementationRow, Report
 
 _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding

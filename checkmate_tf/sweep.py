@@ -12,7 +12,8 @@ from checkmate_tf._files import write_atomically
 from checkmate_tf.budget import format_bytes
 from checkmate_tf.core.problem import Status
 from checkmate_tf.errors import FileError
-from checkmate_tf.planner import Candidate, Planner
+from checkmate_tf.planning.candidate import Candidate
+from checkmate_tf.planning.planner import Planner
 from checkmate_tf.tradeoff import CurvePoint, TradeoffCurve
 
 _FOUND = frozenset({Status.OPTIMAL, Status.FEASIBLE})

@@ -11,8 +11,8 @@ from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.simulate import working_set_bytes
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
-from checkmate_tf.planner import Planner
-from checkmate_tf.replay import replay
+from checkmate_tf.planning.planner import Planner
+from checkmate_tf.planning.replay import replay
 
 MIB = 1 << 20
 BASE = 3 * MIB

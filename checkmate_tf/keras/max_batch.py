@@ -17,7 +17,7 @@ from checkmate_tf.errors import ModelError, NoScheduleFound
 from checkmate_tf.keras import batch
 from checkmate_tf.keras.train_step import PlannedTraining, checked_training
 from checkmate_tf.pipeline import PlannedStep, ProfiledStep, Settings
-from checkmate_tf.planner import Candidate
+from checkmate_tf.planning.candidate import Candidate
 
 _MEASURED_STEPS = 4
 _ALMOST = 1 + 1e-9

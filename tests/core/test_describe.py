@@ -10,7 +10,7 @@ from random_graphs import Builder, briefly, costs_for, op_graphs, op_sequences
 from checkmate_tf import describe
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
-from checkmate_tf.planner import Candidate
+from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.reporting import KINDS
 
 BASE = 100

@@ -10,7 +10,8 @@ from checkmate_tf.core.order import permute
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import Memory, simulate
 from checkmate_tf.core.validate import validate
-from checkmate_tf.planner import DISTURBANCES, Candidate
+from checkmate_tf.planning.candidate import Candidate
+from checkmate_tf.planning.planner import DISTURBANCES
 
 
 def replay(

@@ -8,34 +8,26 @@ giving the solver less room until the promise holds.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from checkmate_tf.budget import format_bytes
-from checkmate_tf.core.coarsen import Coarse, coarsen
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.order import low_peak_order, permute, ready_order
-from checkmate_tf.core.plan import Plan, compile_plan
-from checkmate_tf.core.problem import Options, Solution
+from checkmate_tf.core.plan import compile_plan
+from checkmate_tf.core.problem import Options
 from checkmate_tf.core.simulate import Memory, simulate, working_set_bytes
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
+from checkmate_tf.planning.candidate import NEVER, Candidate
+from checkmate_tf.planning.search import MOST_NEIGHBOURS, Order, Search
 from checkmate_tf.solvers.base import Clock
-from checkmate_tf.solvers.remote import Point, RemoteSolver
 
-_log = logging.getLogger(__name__)
-
-_SMALL_BYTES = 1 << 16  # values below this are kept: together they are a fraction of a percent
 _SEARCH_SHARE = 0.9  # of the time limit, before small plans are tried
 _CONFIRMED_SHARE = 0.85  # of the time left, as the plan that is found may have to be replaced
 _AS_CHEAP = 1.01  # times the cost of a plan that was not confirmed: a known one that takes its place at once
-_FIRST_SHARE, _FIRST_GAP = 0.3, 0.01  # of a search, for a first look at each order
-_LATER_SHARE, _LAST_GAP = 0.5, 0.003  # of the time left, for each round of adjustment: the first is the longest
-_LEAST_ROUND_S = 0.2
-_NEIGHBOURS, _MOST_NEIGHBOURS = 0.04, 12  # other schedules that are tried: how far around the inner budget, how many
 _MINIMUM_LIMIT_S = 20.0
 _MINIMUM_MARGIN = 1.02
 _MINIMUM_SHARE = 0.5  # of the time for small plans, for the smallest; the rest goes to cheaper ones near it
@@ -44,48 +36,6 @@ _NEAR_LIMIT_S, _NEAR_GAP = 3.0, 0.05
 _MOST_CONFIRMATIONS = 4
 _BOUND_LIMIT_S, _BOUND_SHARE = 4.0, 0.05  # for the bound of a plan that no solver was asked for; of the time limit
 DISTURBANCES = 3  # states of the allocator in which a plan must keep the budget
-_NEVER = np.iinfo(np.int64).max  # peak of a plan that runs out of memory
-_MOST_ROUNDS = 8  # of tightening or loosening the inner budget
-_MOST_EXCESS = 0.04  # that a round answers to: one schedule may be rounded much more than those around it
-_CLOSE = 0.01  # a peak this close below the budget is not worth another round,
-_WORTHWHILE = 1e-3  # unless the last one made the plan cheaper by this share
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Candidate:
-    """A plan with what it costs and holds.
-
-    Attributes:
-        op_graph: The step in the order that was planned.
-        costs: Its costs.
-        plan: What to run.
-        memory: Its simulation, in tensor bytes, without what is held throughout.
-        peak_bytes: Peak that the allocator will report, everything included.
-        time_s: Sum of the profiled times of all computations.
-        node_peak_bytes: Peak of its nodes in tensor bytes, everything included: the solver's view of it.
-        solution: What the solver says of schedules with that peak, or None where nothing is recomputed.
-        history: (seconds, time_s) of each plan that was the cheapest so far in the search that led to this one.
-    """
-
-    op_graph: OpGraph
-    costs: Costs
-    plan: Plan
-    memory: Memory
-    peak_bytes: int
-    time_s: float
-    node_peak_bytes: int = 0
-    solution: Solution | None = None
-    history: tuple[tuple[float, float], ...] = ()
-
-    @property
-    def overhead(self) -> float:
-        """Cost of all computations / cost of running every op once."""
-        return self.time_s / float(self.costs.time_s.sum())
-
-    @property
-    def bottleneck(self) -> str:
-        """Name of the op at the peak."""
-        return self.op_graph.names[self.plan.ops[self.memory.peak_step]]
 
 
 class Planner:
@@ -126,7 +76,7 @@ class Planner:
         for settle in (True, False):
             ordered, ordered_costs = permute(op_graph, costs, low_peak_order(op_graph, settle=settle))
             ordered.check()
-            self.orders.append(_Order(ordered, ordered_costs, base_bytes, strategy))
+            self.orders.append(Order(ordered, ordered_costs, base_bytes, strategy))
 
     def store_all(self) -> Candidate:
         """The plan that recomputes nothing, in the order with the lower peak."""
@@ -196,7 +146,7 @@ class Planner:
         for _ in range(_MOST_CONFIRMATIONS):
             candidate = self.store_all()
             if candidate.peak_bytes > target_bytes:
-                search = _Search(self, target_bytes, _CONFIRMED_SHARE * clock.left_s, seed, on_progress)
+                search = Search(self, target_bytes, _CONFIRMED_SHARE * clock.left_s, seed, on_progress)
                 candidate = search.run()
                 history = tuple(search.history)
             if candidate is None:
@@ -255,7 +205,7 @@ class Planner:
     def worst_peak(self, candidate: Candidate) -> int:
         """The highest peak of a plan over the states of the allocator in which it must keep the budget."""
         peaks = [self._allocator_peak(candidate.memory, disturbance) for disturbance in range(DISTURBANCES)]
-        return _NEVER if None in peaks else max(peaks)
+        return NEVER if None in peaks else max(peaks)
 
     def minimum(self) -> Candidate:
         """The plan with the lowest allocator peak that was found, with a peak that `plan` can be held to.
@@ -266,7 +216,7 @@ class Planner:
         return self._smallest(self._small(_MINIMUM_LIMIT_S, own=False))
 
     def _smallest(self, small: list[Candidate]) -> Candidate:
-        found = sorted(small, key=_peak)[:_MOST_NEIGHBOURS]
+        found = sorted(small, key=_peak)[:MOST_NEIGHBOURS]
         worst = [self.worst_peak(candidate) for candidate in found]
         best = int(np.argmin(worst))
         return dataclasses.replace(found[best], peak_bytes=round(_MINIMUM_MARGIN * worst[best]))
@@ -295,7 +245,7 @@ class Planner:
         for order, minimum in zip(self.orders, minima, strict=True):
             if minimum is not None:
                 found.append(self.evaluate(order, minimum.schedule.sequence()))
-            found += [self.evaluate(order, point.nodes) for point in order.solver.front()[:_MOST_NEIGHBOURS]]
+            found += [self.evaluate(order, point.nodes) for point in order.solver.front()[:MOST_NEIGHBOURS]]
         return found
 
     def _smallest_within(self, budget_bytes: int, limit_s: float) -> Candidate | None:
@@ -315,7 +265,7 @@ class Planner:
         """Peak in tensor bytes, everything included."""
         return candidate.memory.peak_bytes + self._base_bytes
 
-    def evaluate(self, order: _Order, nodes: Sequence[int]) -> Candidate:
+    def evaluate(self, order: Order, nodes: Sequence[int]) -> Candidate:
         """Compiles and simulates a sequence of nodes, and asks the allocator."""
         key = np.asarray(nodes, dtype=np.int64).tobytes()
         if key not in order.seen:
@@ -346,7 +296,7 @@ class Planner:
             costs=costs,
             plan=plan,
             memory=memory,
-            peak_bytes=_NEVER if peak is None else peak,
+            peak_bytes=NEVER if peak is None else peak,
             time_s=float(costs.time_s[plan.ops].sum()),
         )
 
@@ -373,125 +323,6 @@ class Planner:
             f"{_hint(smallest)}",
             best_peak_bytes=smallest.peak_bytes,
         )
-
-
-class _Order:
-    """One topological order of the step with its planning graph and solver."""
-
-    def __init__(self, op_graph: OpGraph, costs: Costs, base_bytes: int, strategy: str):
-        self.op_graph = op_graph
-        self.costs = costs
-        self.coarse: Coarse = coarsen(op_graph, costs, small_bytes=_SMALL_BYTES, fixed_bytes=base_bytes)
-        self.solver = RemoteSolver(strategy, self.coarse.graph)
-        self.seen: dict[bytes, Candidate] = {}
-        self.node_graph = OpGraph.from_graph(self.coarse.graph)
-        self.tried: dict[bytes, float] = {}  # nodes -> seconds of each plan so far
-        self.reason = ""  # why the strategy found nothing, where it can say
-
-
-class _Search:
-    """One search for a plan within one budget."""
-
-    def __init__(self, planner: Planner, budget_bytes: int, time_limit_s: float, seed: int, on_progress):
-        self._planner = planner
-        self._budget = budget_bytes
-        self._clock = Clock(time_limit_s)
-        self._seed = seed
-        self._on_progress = on_progress
-        self.best: Candidate | None = None
-        self.history: list[tuple[float, float]] = []
-
-    def run(self) -> Candidate | None:
-        """Tries each order quickly, then gives the rest of the time to the better one."""
-        inner = {
-            order: self._budget - self._rounding(self._planner.evaluate(order, range(order.coarse.graph.n)))
-            for order in self._planner.orders
-        }
-        limit_s = _FIRST_SHARE * self._clock.left_s
-        with ThreadPoolExecutor(len(inner)) as pool:  # each order has a process of its own
-            found = pool.map(lambda order: self._solution(order, inner[order], limit_s, _FIRST_GAP, self._seed), inner)
-            solutions = dict(zip(inner, found, strict=True))
-        first = {order: self._try(order, inner[order], solutions[order]) for order in inner}
-        order = min(first, key=lambda order: np.inf if first[order] is None else first[order].time_s)
-        self._adjust(order, inner[order])
-        return self.best
-
-    def _adjust(self, order: _Order, inner_bytes: int) -> None:
-        """Moves the solver's budget until the allocator's peak is just within the step's."""
-        too_much = self._budget + 1  # the least inner budget whose plan went beyond the budget
-        for seed in range(self._seed + 1, self._seed + 1 + _MOST_ROUNDS):
-            limit_s = _LATER_SHARE * self._clock.left_s
-            if limit_s < _LEAST_ROUND_S:
-                return
-            best_s = np.inf if self.best is None else self.best.time_s
-            solution = self._solution(order, inner_bytes, limit_s, _LAST_GAP, seed)
-            found = self._try(order, inner_bytes, solution)
-            if found is None:  # rounding was overestimated, or there is nothing
-                inner_bytes, before = (inner_bytes + min(too_much, self._budget)) // 2, inner_bytes
-            elif found.peak_bytes > self._budget:
-                too_much = min(too_much, inner_bytes)
-                excess = min(found.peak_bytes - self._budget, _MOST_EXCESS * self._budget)
-                inner_bytes, before = inner_bytes - int(excess) - self._budget // 500, inner_bytes
-            else:
-                slack = self._budget - found.peak_bytes
-                if slack <= _CLOSE * self._budget:
-                    if found.time_s > (1 - _WORTHWHILE) * best_s:
-                        return
-                    continue
-                inner_bytes, before = min(inner_bytes + int(0.7 * slack), (inner_bytes + too_much) // 2), inner_bytes
-            if abs(inner_bytes - before) < self._budget // 1000:
-                return
-
-    def _rounding(self, candidate: Candidate) -> int:
-        """What the allocator adds to the tensor bytes at the peak of a plan."""
-        if candidate.peak_bytes == _NEVER:
-            return 0
-        return max(0, candidate.peak_bytes - self._planner.tensor_peak(candidate))
-
-    def _solution(self, order: _Order, inner_bytes: int, limit_s: float, gap: float, seed: int) -> Solution:
-        options = Options(
-            time_limit_s=limit_s,
-            gap=gap,
-            seed=seed,
-            keep_order=True,  # side effects and what must wait for them are not edges of the graph
-            on_progress=self._on_progress,
-        )
-        solution = order.solver.solve(inner_bytes, options)
-        order.reason = solution.reason
-        return solution
-
-    def _try(self, order: _Order, inner_bytes: int, solution: Solution) -> Candidate | None:
-        """Asks the allocator about the solver's schedule and all that come close.
-
-        Returns:
-            The candidate of the solver's schedule, or None where it found none.
-        """
-        found = None
-        if solution.schedule is not None:
-            found = self._consider(order, solution.schedule.sequence())
-        else:
-            _log.debug("no schedule within %d inner bytes: %s", inner_bytes, solution.status)
-        for point in self._close(order, inner_bytes):
-            if self._clock.left_s <= 0 or (self.best is not None and point.cost >= self.best.time_s):
-                break
-            self._consider(order, point.nodes)
-        return found
-
-    def _close(self, order: _Order, inner_bytes: int) -> list[Point]:
-        """Schedules that the solver has seen with a peak near its budget, the cheapest first."""
-        least, most = inner_bytes * (1 - _NEIGHBOURS), min(inner_bytes * (1 + _NEIGHBOURS), self._budget)
-        close = [point for point in order.solver.front() if least <= point.peak_bytes <= most]
-        return sorted(close, key=lambda point: point.cost)[:_MOST_NEIGHBOURS]
-
-    def _consider(self, order: _Order, nodes: Sequence[int]) -> Candidate:
-        candidate = self._planner.evaluate(order, nodes)
-        if candidate.peak_bytes <= self._budget:
-            candidate = dataclasses.replace(candidate, peak_bytes=self._planner.worst_peak(candidate))
-        if candidate.peak_bytes <= self._budget and (self.best is None or candidate.time_s < self.best.time_s):
-            self.best = candidate
-            self.history.append((self._clock.elapsed_s, candidate.time_s))
-        _log.debug("nodes %d, peak %d, %.4f s", candidate.node_peak_bytes, candidate.peak_bytes, candidate.time_s)
-        return candidate
 
 
 def _hint(smallest: Candidate) -> str:

@@ -1,0 +1,152 @@
+"""One search: the solver's budget is moved until the allocator's peak is just within the step's."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from checkmate_tf.core.coarsen import Coarse, coarsen
+from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.core.problem import Options, Solution
+from checkmate_tf.planning.candidate import NEVER, Candidate
+from checkmate_tf.solvers.base import Clock
+from checkmate_tf.solvers.remote import Point, RemoteSolver
+
+if TYPE_CHECKING:
+    from checkmate_tf.planning.planner import Planner
+
+_log = logging.getLogger(__name__)
+
+_SMALL_BYTES = 1 << 16  # values below this are kept: together they are a fraction of a percent
+_FIRST_SHARE, _FIRST_GAP = 0.3, 0.01  # of a search, for a first look at each order
+_LATER_SHARE, _LAST_GAP = 0.5, 0.003  # of the time left, for each round of adjustment: the first is the longest
+_LEAST_ROUND_S = 0.2
+_NEIGHBOURS, MOST_NEIGHBOURS = 0.04, 12  # other schedules that are tried: how far around the inner budget, how many
+_MOST_ROUNDS = 8  # of tightening or loosening the inner budget
+_MOST_EXCESS = 0.04  # that a round answers to: one schedule may be rounded much more than those around it
+_CLOSE = 0.01  # a peak this close below the budget is not worth another round,
+_WORTHWHILE = 1e-3  # unless the last one made the plan cheaper by this share
+
+
+class Order:
+    """One topological order of the step with its planning graph and solver."""
+
+    def __init__(self, op_graph: OpGraph, costs: Costs, base_bytes: int, strategy: str):
+        self.op_graph = op_graph
+        self.costs = costs
+        self.coarse: Coarse = coarsen(op_graph, costs, small_bytes=_SMALL_BYTES, fixed_bytes=base_bytes)
+        self.solver = RemoteSolver(strategy, self.coarse.graph)
+        self.seen: dict[bytes, Candidate] = {}
+        self.node_graph = OpGraph.from_graph(self.coarse.graph)
+        self.tried: dict[bytes, float] = {}  # nodes -> seconds of each plan so far
+        self.reason = ""  # why the strategy found nothing, where it can say
+
+
+class Search:
+    """One search for a plan within one budget."""
+
+    def __init__(self, planner: Planner, budget_bytes: int, time_limit_s: float, seed: int, on_progress):
+        self._planner = planner
+        self._budget = budget_bytes
+        self._clock = Clock(time_limit_s)
+        self._seed = seed
+        self._on_progress = on_progress
+        self.best: Candidate | None = None
+        self.history: list[tuple[float, float]] = []
+
+    def run(self) -> Candidate | None:
+        """Tries each order quickly, then gives the rest of the time to the better one."""
+        inner = {
+            order: self._budget - self._rounding(self._planner.evaluate(order, range(order.coarse.graph.n)))
+            for order in self._planner.orders
+        }
+        limit_s = _FIRST_SHARE * self._clock.left_s
+        with ThreadPoolExecutor(len(inner)) as pool:  # each order has a process of its own
+            found = pool.map(lambda order: self._solution(order, inner[order], limit_s, _FIRST_GAP, self._seed), inner)
+            solutions = dict(zip(inner, found, strict=True))
+        first = {order: self._try(order, inner[order], solutions[order]) for order in inner}
+        order = min(first, key=lambda order: np.inf if first[order] is None else first[order].time_s)
+        self._adjust(order, inner[order])
+        return self.best
+
+    def _adjust(self, order: Order, inner_bytes: int) -> None:
+        """Moves the solver's budget until the allocator's peak is just within the step's."""
+        too_much = self._budget + 1  # the least inner budget whose plan went beyond the budget
+        for seed in range(self._seed + 1, self._seed + 1 + _MOST_ROUNDS):
+            limit_s = _LATER_SHARE * self._clock.left_s
+            if limit_s < _LEAST_ROUND_S:
+                return
+            best_s = np.inf if self.best is None else self.best.time_s
+            solution = self._solution(order, inner_bytes, limit_s, _LAST_GAP, seed)
+            found = self._try(order, inner_bytes, solution)
+            if found is None:  # rounding was overestimated, or there is nothing
+                inner_bytes, before = (inner_bytes + min(too_much, self._budget)) // 2, inner_bytes
+            elif found.peak_bytes > self._budget:
+                too_much = min(too_much, inner_bytes)
+                excess = min(found.peak_bytes - self._budget, _MOST_EXCESS * self._budget)
+                inner_bytes, before = inner_bytes - int(excess) - self._budget // 500, inner_bytes
+            else:
+                slack = self._budget - found.peak_bytes
+                if slack <= _CLOSE * self._budget:
+                    if found.time_s > (1 - _WORTHWHILE) * best_s:
+                        return
+                    continue
+                inner_bytes, before = min(inner_bytes + int(0.7 * slack), (inner_bytes + too_much) // 2), inner_bytes
+            if abs(inner_bytes - before) < self._budget // 1000:
+                return
+
+    def _rounding(self, candidate: Candidate) -> int:
+        """What the allocator adds to the tensor bytes at the peak of a plan."""
+        if candidate.peak_bytes == NEVER:
+            return 0
+        return max(0, candidate.peak_bytes - self._planner.tensor_peak(candidate))
+
+    def _solution(self, order: Order, inner_bytes: int, limit_s: float, gap: float, seed: int) -> Solution:
+        options = Options(
+            time_limit_s=limit_s,
+            gap=gap,
+            seed=seed,
+            keep_order=True,  # side effects and what must wait for them are not edges of the graph
+            on_progress=self._on_progress,
+        )
+        solution = order.solver.solve(inner_bytes, options)
+        order.reason = solution.reason
+        return solution
+
+    def _try(self, order: Order, inner_bytes: int, solution: Solution) -> Candidate | None:
+        """Asks the allocator about the solver's schedule and all that come close.
+
+        Returns:
+            The candidate of the solver's schedule, or None where it found none.
+        """
+        found = None
+        if solution.schedule is not None:
+            found = self._consider(order, solution.schedule.sequence())
+        else:
+            _log.debug("no schedule within %d inner bytes: %s", inner_bytes, solution.status)
+        for point in self._close(order, inner_bytes):
+            if self._clock.left_s <= 0 or (self.best is not None and point.cost >= self.best.time_s):
+                break
+            self._consider(order, point.nodes)
+        return found
+
+    def _close(self, order: Order, inner_bytes: int) -> list[Point]:
+        """Schedules that the solver has seen with a peak near its budget, the cheapest first."""
+        least, most = inner_bytes * (1 - _NEIGHBOURS), min(inner_bytes * (1 + _NEIGHBOURS), self._budget)
+        close = [point for point in order.solver.front() if least <= point.peak_bytes <= most]
+        return sorted(close, key=lambda point: point.cost)[:MOST_NEIGHBOURS]
+
+    def _consider(self, order: Order, nodes: Sequence[int]) -> Candidate:
+        candidate = self._planner.evaluate(order, nodes)
+        if candidate.peak_bytes <= self._budget:
+            candidate = dataclasses.replace(candidate, peak_bytes=self._planner.worst_peak(candidate))
+        if candidate.peak_bytes <= self._budget and (self.best is None or candidate.time_s < self.best.time_s):
+            self.best = candidate
+            self.history.append((self._clock.elapsed_s, candidate.time_s))
+        _log.debug("nodes %d, peak %d, %.4f s", candidate.node_peak_bytes, candidate.peak_bytes, candidate.time_s)
+        return candidate
