@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.core.problem import Options
 from checkmate_tf.core.simulate import working_set_bytes
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
@@ -204,3 +205,30 @@ def test_a_strategy_that_cannot_plan_says_why():
     sqrt = planner(REPORTS["exact"], strategy="chen_sqrt")
     with pytest.raises(NoScheduleFound, match='strategy "chen_sqrt" has no plan within the budget: the smallest peak'):
         sqrt.plan(BASE + working_set_bytes(training_step()), time_limit_s=2)
+
+
+def test_a_bound_for_more_room_holds_for_less(reported):
+    _, plans = reported
+    order = plans.orders[0]
+    ample, tight = (int(share * plans.store_all().node_peak_bytes) for share in (0.9, 0.8))
+    bounds = [order.solve(budget, Options(time_limit_s=2, keep_order=True)).bound for budget in (tight, ample)]
+    assert bounds[0] >= bounds[1]
+    assert order.bound(tight)[0] >= bounds[0]
+    assert bounds[1] <= order.bound(ample)[0]
+    assert order.bound(1 << 60) == (None, "")
+
+
+def test_a_search_that_finds_nothing_is_followed_by_one_from_small_plans(monkeypatch):
+    """The smallest plans cost much more than the budget asks for."""
+    plans = planner(REPORTS["exact"])
+    budget = int(0.8 * plans.store_all().peak_bytes)
+    best = plans.plan(budget, time_limit_s=3)
+    search, calls = plans.search, []
+
+    def first_finds_nothing(*args, **options):
+        calls.append(options["time_limit_s"])
+        return None if len(calls) == 1 else search(*args, **options)
+
+    monkeypatch.setattr(plans, "search", first_finds_nothing)
+    assert plans.plan(budget, time_limit_s=4).time_s == pytest.approx(best.time_s)
+    assert len(calls) == 2

@@ -26,6 +26,7 @@ from checkmate_tf.planning.search import MOST_NEIGHBOURS, Order, Search
 from checkmate_tf.solvers.base import Clock
 
 _SEARCH_SHARE = 0.9  # of the time limit, before small plans are tried
+_SMALL_SHARE = 0.7  # of the time left then
 _CONFIRMED_SHARE = 0.85  # of the time left, as the plan that is found may have to be replaced
 _AS_CHEAP = 1.01  # times the cost of a plan that was not confirmed: a known one that takes its place at once
 _MINIMUM_LIMIT_S = 20.0
@@ -119,14 +120,20 @@ class Planner:
     ) -> Candidate | None:
         """As `plan`, but returns None where no plan was found. No other strategy stands in for the one that was named.
 
-        Where a search finds nothing, plans with small peaks are tried.
+        Where a search finds nothing, plans with small peaks are sought, and a second search starts from those.
         """
         if budget_bytes < self.needed_bytes:
             return None
         clock = Clock(time_limit_s)
         limit_s = _SEARCH_SHARE * time_limit_s
         found = self.search(budget_bytes, time_limit_s=limit_s, seed=seed, on_progress=on_progress)
-        return found or self._smallest_within(budget_bytes, min(clock.left_s, _MINIMUM_LIMIT_S))
+        if found is not None:
+            return found
+        small = self._smallest_within(budget_bytes, min(_SMALL_SHARE * clock.left_s, _MINIMUM_LIMIT_S))
+        if small is None:
+            return None
+        found = self.search(budget_bytes, time_limit_s=clock.left_s, seed=seed, on_progress=on_progress)
+        return small if found is None else min(small, found, key=_time)
 
     def search(
         self,
@@ -240,7 +247,7 @@ class Planner:
             for k, factor in enumerate(_NEAR_MINIMUM):
                 near_s = min(_NEAR_LIMIT_S, clock.left_s / (len(_NEAR_MINIMUM) - k))
                 options = Options(time_limit_s=near_s, gap=_NEAR_GAP, keep_order=True)
-                list(pool.map(lambda o, f=factor, how=options: o.solver.solve(int(f * small[o]), how), near))
+                list(pool.map(lambda o, f=factor, how=options: o.solve(int(f * small[o]), how), near))
         found = []
         for order, minimum in zip(self.orders, minima, strict=True):
             if minimum is not None:
@@ -284,8 +291,9 @@ class Planner:
         order = next((order for order in self.orders if order.op_graph is candidate.op_graph), None)
         if order is None:
             return candidate
-        options = Options(time_limit_s=limit_s, keep_order=True)
-        return dataclasses.replace(candidate, solution=order.solver.solve(candidate.node_peak_bytes, options))
+        solution = order.solve(candidate.node_peak_bytes, Options(time_limit_s=limit_s, keep_order=True))
+        bound, bound_of = order.bound(candidate.node_peak_bytes)
+        return dataclasses.replace(candidate, solution=dataclasses.replace(solution, bound=bound, bound_of=bound_of))
 
     def _simulated(self, op_graph: OpGraph, costs: Costs, ops: Sequence[int]) -> Candidate:
         plan = compile_plan(op_graph, ops)

@@ -26,6 +26,7 @@ _SMALL_BYTES = 1 << 16  # values below this are kept: together they are a fracti
 _FIRST_SHARE, _FIRST_GAP = 0.3, 0.01  # of a search, for a first look at each order
 _LATER_SHARE, _LAST_GAP = 0.5, 0.003  # of the time left, for each round of adjustment: the first is the longest
 _LEAST_ROUND_S = 0.2
+_PATIENCE = 0.5  # of a search, after which it ends if nothing was found within the budget
 _NEIGHBOURS, MOST_NEIGHBOURS = 0.04, 12  # other schedules that are tried: how far around the inner budget, how many
 _MOST_ROUNDS = 8  # of tightening or loosening the inner budget
 _MOST_EXCESS = 0.04  # that a round answers to: one schedule may be rounded much more than those around it
@@ -45,6 +46,20 @@ class Order:
         self.node_graph = OpGraph.from_graph(self.coarse.graph)
         self.tried: dict[bytes, float] = {}  # nodes -> seconds of each plan so far
         self.reason = ""  # why the strategy found nothing, where it can say
+        self._bounds: list[tuple[int, float, str]] = []  # (budget in bytes, bound, model that it bounds)
+
+    def solve(self, budget_bytes: int, options: Options) -> Solution:
+        """Asks the solver, and remembers what it proves."""
+        solution = self.solver.solve(budget_bytes, options)
+        self.reason = solution.reason
+        if solution.bound is not None:
+            self._bounds.append((budget_bytes, solution.bound, solution.bound_of))
+        return solution
+
+    def bound(self, budget_bytes: int) -> tuple[float | None, str]:
+        """The best bound proven for schedules within a budget, and what it bounds: less room never costs less."""
+        proven = [(bound, model) for budget, bound, model in self._bounds if budget >= budget_bytes]
+        return max(proven, default=(None, ""))
 
 
 class Search:
@@ -79,7 +94,8 @@ class Search:
         too_much = self._budget + 1  # the least inner budget whose plan went beyond the budget
         for seed in range(self._seed + 1, self._seed + 1 + _MOST_ROUNDS):
             limit_s = _LATER_SHARE * self._clock.left_s
-            if limit_s < _LEAST_ROUND_S:
+            hopeless = self.best is None and self._clock.elapsed_s > _PATIENCE * self._clock.time_limit_s
+            if limit_s < _LEAST_ROUND_S or hopeless:
                 return
             best_s = np.inf if self.best is None else self.best.time_s
             solution = self._solution(order, inner_bytes, limit_s, _LAST_GAP, seed)
@@ -114,9 +130,7 @@ class Search:
             keep_order=True,  # side effects and what must wait for them are not edges of the graph
             on_progress=self._on_progress,
         )
-        solution = order.solver.solve(inner_bytes, options)
-        order.reason = solution.reason
-        return solution
+        return order.solve(inner_bytes, options)
 
     def _try(self, order: Order, inner_bytes: int, solution: Solution) -> Candidate | None:
         """Asks the allocator about the solver's schedule and all that come close.
