@@ -1,4 +1,4 @@
-"""Writes the table of `results/within_budget.json` into the README, between its two markers.
+"""Writes the tables of `results/within_budget*.json` into the README, each between its two markers.
 
 python experiments/readme_table.py
 """
@@ -10,8 +10,8 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
-RESULT = ROOT / "experiments" / "results" / "within_budget.json"
-BEGIN, END = "<!-- measured table: begin", "<!-- measured table: end -->"
+RESULTS = ROOT / "experiments" / "results"
+TABLES = {"measured": RESULTS / "within_budget.json", "fused": RESULTS / "within_budget_fused.json"}
 _MIB = 1 << 20
 
 
@@ -38,16 +38,19 @@ def _line(row: dict) -> str:
     )
 
 
-def with_table(readme: str, result: dict) -> str:
-    """The README with its table replaced."""
-    begin = readme.index("\n", readme.index(BEGIN)) + 1
-    return readme[:begin] + table(result) + "\n" + readme[readme.index(END) :]
+def with_table(readme: str, name: str, result: dict) -> str:
+    """The README with the table of that name replaced."""
+    begin = readme.index("\n", readme.index(f"<!-- {name} table: begin")) + 1
+    return readme[:begin] + table(result) + "\n" + readme[readme.index(f"<!-- {name} table: end -->") :]
 
 
 def main() -> int:
     """Rewrites README.md."""
     readme = ROOT / "README.md"
-    readme.write_text(with_table(readme.read_text(), json.loads(RESULT.read_text())))
+    text = readme.read_text()
+    for name, result in TABLES.items():
+        text = with_table(text, name, json.loads(result.read_text()))
+    readme.write_text(text)
     return 0
 
 

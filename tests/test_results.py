@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-RESULT = ROOT / "experiments" / "results" / "within_budget.json"
+RESULTS = ROOT / "experiments" / "results"
 ROW_KEYS = {
     "case", "budget", "budget_bytes", "plain_peak_bytes", "predicted_peak_bytes", "measured_peak_bytes",
     "within_budget", "plain_step_s", "measured_step_s", "time_ratio", "predicted_overhead", "gap", "compile_s",
@@ -15,9 +15,9 @@ ROW_KEYS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def result():
-    return json.loads(RESULT.read_text())
+@pytest.fixture(scope="module", params=["within_budget", "within_budget_fused"])
+def result(request):
+    return json.loads((RESULTS / f"{request.param}.json").read_text())
 
 
 def test_result_names_machine_versions_and_settings(result):
@@ -34,9 +34,10 @@ def test_rows_are_complete_and_consistent(result):
             assert row["within_budget"] == (row["measured_peak_bytes"] <= row["budget_bytes"])
 
 
-def test_readme_quotes_the_result(result):
+def test_readme_quotes_the_results():
     spec = importlib.util.spec_from_file_location("readme_table", ROOT / "experiments" / "readme_table.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     readme = (ROOT / "README.md").read_text()
-    assert module.with_table(readme, result) == readme
+    for name, path in module.TABLES.items():
+        assert module.with_table(readme, name, json.loads(path.read_text())) == readme
