@@ -127,7 +127,7 @@ def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float, imp
             compile_s = time.perf_counter() - start
             model.make_train_function()
             rows.append(measure(name, budget, plain_peak, plain, Stepper(model.train_function, (x, y)), model, steps))
-            rows[-1] |= {"compile_s": round(compile_s, 2), "time_limit_s": time_limit_s}
+            rows[-1] |= {"compile_s": round(compile_s, 2), "time_limit_s": time_limit_s, "steps_in_a_block": steps}
             print(json.dumps({k: v for k, v in rows[-1].items() if k != "phases_s"}), flush=True)
             checkmate_tf.restore(model)
         for row in rows:
@@ -192,7 +192,6 @@ def measure(name, budget, plain_peak, plain, planned, model, steps) -> dict:
 def settings(args) -> dict:
     """What decided the result beside the code."""
     return {
-        "steps_in_a_block": args.steps,
         "implementations": args.implementations,
         "jit_compile": False,
     }

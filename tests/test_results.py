@@ -11,7 +11,7 @@ RESULTS = ROOT / "experiments" / "results"
 ROW_KEYS = {
     "case", "budget", "budget_bytes", "plain_peak_bytes", "predicted_peak_bytes", "measured_peak_bytes",
     "within_budget", "plain_step_s", "measured_step_s", "time_ratio", "predicted_overhead", "gap", "compile_s",
-    "time_limit_s",
+    "time_limit_s", "steps_in_a_block",
 }  # fmt: skip
 
 
@@ -23,7 +23,7 @@ def result(request):
 def test_result_names_machine_versions_and_settings(result):
     assert result["version"] == 1
     assert {"cpu", "cores", "python", "tensorflow", "keras", "ortools", "numpy"} <= result["environment"].keys()
-    assert {"steps_in_a_block", "implementations"} <= result["settings"].keys()
+    assert {"implementations", "jit_compile"} <= result["settings"].keys()
 
 
 def test_rows_are_complete_and_consistent(result):
