@@ -54,7 +54,7 @@ def compile(
             equivalent of several ops together (batch norm, ...), that; the results then differ from the
             unmodified step's by rounding. `report` says where.
         cost_model: "profile": each distinct op is measured on the device.
-        cache_dir: Folder for measured ops; by default in the user's cache folder.
+        cache_dir: Folder for measured ops and found schedules; by default in the user's cache folder.
         verbose: Whether to show progress; "auto": on a terminal.
 
     Returns:
@@ -102,7 +102,7 @@ def function(
         time_limit_s: Seconds to search for a schedule.
         implementations: "exact" or "fused".
         cost_model: "profile".
-        cache_dir: Folder for measured ops.
+        cache_dir: Folder for measured ops and found schedules.
         verbose: Whether to show progress.
 
     Returns:
@@ -198,7 +198,7 @@ def minimum_budget(
         model: Compiled, with an optimizer.
         input_spec: (x, y) or (x, y, sample_weight) as (nested) tf.TensorSpec with every dimension.
         implementations: As for `compile`.
-        cache_dir: Folder for measured ops; by default in the user's cache folder.
+        cache_dir: Folder for measured ops and found schedules; by default in the user's cache folder.
         verbose: Whether to show progress; "auto": on a terminal.
 
     Raises:
@@ -239,7 +239,7 @@ def tradeoff_curve(
         path: JSON file that holds the curve after each point. A later call with the same model, batch and time limit
             goes on from there, after an interruption or for more budgets; points in the file that are not asked
             for stay in it.
-        cache_dir: Folder for measured ops; by default in the user's cache folder.
+        cache_dir: Folder for measured ops and found schedules; by default in the user's cache folder.
         verbose: Whether to show progress; "auto": on a terminal.
 
     Returns:
@@ -299,7 +299,7 @@ def max_batch_size(
         time_limit_s: Seconds of search for each size that is tried.
         implementations: As for `compile`.
         measure: Also run some steps at the size that was found, on zeros; every variable gets its value back.
-        cache_dir: Folder for measured ops; by default in the user's cache folder.
+        cache_dir: Folder for measured ops and found schedules; by default in the user's cache folder.
         verbose: Whether to show progress; "auto": on a terminal.
 
     Raises:
@@ -359,6 +359,6 @@ def _folder(cache_dir) -> str:
 
 
 def default_cache_dir() -> str:
-    """The user's cache folder for measured ops."""
+    """The user's cache folder for measured ops and found schedules."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(root, "checkmate_tf")

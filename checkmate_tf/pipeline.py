@@ -85,9 +85,19 @@ class ProfiledStep:
         self.base_bytes = devices.in_use_bytes(self.device)
         leaves = [leaf for leaf in tf.nest.flatten(spec) if leaf is not None]
         self.batch_bytes = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in leaves)
-        self.planner = self.planner_for(settings.strategy, self.profile.op_graph, self.profile.costs)
+        self.planner = self.planner_for(
+            settings.strategy, self.profile.op_graph, self.profile.costs, archive_dir=settings.cache_dir
+        )
 
-    def planner_for(self, strategy: str, op_graph: OpGraph, costs: Costs, *, more_bytes: int = 0) -> Planner:
+    def planner_for(
+        self,
+        strategy: str,
+        op_graph: OpGraph,
+        costs: Costs,
+        *,
+        more_bytes: int = 0,
+        archive_dir: str | None = None,
+    ) -> Planner:
         """A planner of this step or of one like it.
 
         Args:
@@ -95,6 +105,7 @@ class ProfiledStep:
             op_graph: The step, in its original order.
             costs: Its costs.
             more_bytes: What that step's batch takes beyond this one's.
+            archive_dir: Folder of the schedules that are kept for a later run; by default none are.
         """
         return Planner(
             op_graph,
@@ -103,6 +114,7 @@ class ProfiledStep:
             allocator_peak=lambda memory, disturbance: self.allocator_peak(memory, disturbance, more_bytes=more_bytes),
             uncounted_below_bytes=devices.uncounted_below_bytes(self.device),
             strategy=strategy,
+            archive_dir=archive_dir,
         )
 
     def replay(
@@ -325,13 +337,7 @@ class PlannedStep:
     def report(self) -> Report:
         """What was promised and what was measured."""
         candidate, profiled = self.candidate, self._profiled
-        graph, plan, solution = candidate.op_graph, candidate.plan, candidate.solution
-        if solution is not None:
-            bound, status, strategy = solution.bound, solution.status.value, solution.strategy
-        elif plan.recomputed():
-            bound, status, strategy = None, "feasible", profiled.settings.strategy
-        else:
-            bound, status, strategy = float(candidate.costs.time_s.sum()), "optimal", "checkpoint_all"
+        graph, plan = candidate.op_graph, candidate.plan
         seconds = sorted(self._seconds[1:] or self._seconds)
         return Report(
             budget_bytes=self.budget_bytes,
@@ -340,10 +346,10 @@ class PlannedStep:
             predicted_step_s=candidate.time_s,
             measured_step_s=seconds[len(seconds) // 2] if seconds else None,
             predicted_overhead=candidate.overhead,
-            lower_bound=bound,
-            gap=None if not bound else max(0.0, candidate.time_s - bound) / bound,
-            status=status,
-            strategy=strategy,
+            lower_bound=candidate.bound,
+            gap=candidate.gap,
+            status=candidate.status.value,
+            strategy=profiled.settings.strategy if plan.recomputed() else "checkpoint_all",
             phases_s=profiled.phases_s,
             implementations=[ImplementationRow(f.rule, f.where, f.saved_bytes) for f in profiled.traced.fired],
             recomputed={graph.names[op]: times for op, times in plan.recomputed().items() if not graph.is_alias[op]},

@@ -16,8 +16,6 @@ from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.planner import Planner
 from checkmate_tf.tradeoff import CurvePoint, TradeoffCurve
 
-_FOUND = frozenset({Status.OPTIMAL, Status.FEASIBLE})
-
 
 def started(path: str | os.PathLike | None, fresh: TradeoffCurve) -> TradeoffCurve:
     """The curve in a file that an earlier run has begun, or `fresh` where there is no file.
@@ -117,19 +115,14 @@ def _point(planner: Planner, name: str, budget_bytes: int, time_limit_s: float, 
 
 
 def _with_plan(point: CurvePoint, candidate: Candidate) -> CurvePoint:
-    solution = candidate.solution
-    if solution is None:  # nothing is recomputed
-        bound, status = candidate.time_s, Status.OPTIMAL
-    else:
-        bound, status = solution.bound, solution.status
     return dataclasses.replace(
         point,
         predicted_peak_bytes=candidate.peak_bytes,
         predicted_step_s=candidate.time_s,
         overhead=candidate.overhead,
-        lower_bound_s=bound,
-        gap=max(0.0, candidate.time_s - bound) / bound if bound else None,
-        status=(status if status in _FOUND else Status.FEASIBLE).value,
+        lower_bound_s=candidate.bound,
+        gap=candidate.gap,
+        status=candidate.status.value,
     )
 
 

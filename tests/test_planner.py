@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
-from checkmate_tf.core.problem import Options
+from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.core.simulate import working_set_bytes
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
@@ -89,7 +89,7 @@ def test_an_ample_budget_recomputes_nothing(reported):
     _, plans = reported
     candidate = plans.plan(1 << 30, time_limit_s=4)
     assert candidate.plan.recomputed() == {}
-    assert candidate.solution is None
+    assert candidate.bound == candidate.time_s
     assert candidate.time_s == training_step().n
 
 
@@ -232,3 +232,41 @@ def test_a_search_that_finds_nothing_is_followed_by_one_from_small_plans(monkeyp
     monkeypatch.setattr(plans, "search", first_finds_nothing)
     assert plans.plan(budget, time_limit_s=4).time_s == pytest.approx(best.time_s)
     assert len(calls) == 2
+
+
+def test_what_was_found_is_not_searched_for_again(tmp_path, monkeypatch):
+    first = planner(REPORTS["exact"], archive_dir=tmp_path)
+    budget = int(0.75 * first.store_all().peak_bytes)
+    found = first.plan(budget, time_limit_s=2)
+    later = planner(REPORTS["exact"], archive_dir=tmp_path)
+    monkeypatch.setattr(later, "search", lambda *_, **__: pytest.fail("searched again"))
+    again = later.plan(budget, time_limit_s=2)
+    assert again.plan.ops.tolist() == found.plan.ops.tolist()
+    assert (again.time_s, again.peak_bytes, again.bound) == (found.time_s, found.peak_bytes, found.bound)
+
+
+def test_a_longer_search_starts_from_what_was_found(tmp_path):
+    first = planner(REPORTS["exact"], archive_dir=tmp_path)
+    budget = int(0.75 * first.store_all().peak_bytes)
+    found = first.plan(budget, time_limit_s=1)
+    longer = planner(REPORTS["exact"], archive_dir=tmp_path).plan(budget, time_limit_s=2)
+    assert longer.history[0][1] == found.time_s
+    assert longer.time_s <= found.time_s
+
+
+def test_the_minimum_budget_can_be_planned_for_without_finding_it_again(tmp_path, monkeypatch):
+    """One process names the minimum, another one plans for it and is less lucky."""
+    smallest = planner(REPORTS["exact"], archive_dir=tmp_path).minimum()
+    later = planner(REPORTS["exact"], archive_dir=tmp_path)
+    nothing = Solution(Status.UNKNOWN, None, np.inf, 0, None, "", "auto")
+    for order in later.orders:
+        monkeypatch.setattr(order, "solve", lambda *_, **__: nothing)
+    found = later.plan(smallest.peak_bytes, time_limit_s=2)
+    assert found.peak_bytes <= smallest.peak_bytes
+    assert found.plan.ops.tolist() == smallest.plan.ops.tolist()
+
+
+def test_plans_of_another_strategy_are_not_kept_under_this_one(tmp_path):
+    plans = planner(REPORTS["exact"], strategy="chen_sqrt", archive_dir=tmp_path)
+    plans.minimum()
+    assert not list(tmp_path.iterdir())

@@ -5,14 +5,22 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from checkmate_tf.core.problem import Status
+from checkmate_tf.core.opgraph import Costs
 from checkmate_tf.errors import FileError
+from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.sweep import only, started, sweep
 from checkmate_tf.tradeoff import TradeoffCurve
 
 FRESH = TradeoffCurve(100, 1.0, (), {"step": "abc", "device": "CPU:0", "time_limit_s": 5.0})
+
+
+def planned(peak_bytes, cost, *, bound) -> Candidate:
+    """A plan of a step whose ops take a second together."""
+    costs = Costs(np.ones(1), np.zeros(1, dtype=np.int64))
+    return Candidate(None, costs, None, None, peak_bytes=peak_bytes, time_s=cost, bound=bound)
 
 
 class Planner:
@@ -31,8 +39,7 @@ class Planner:
         cost = self.costs.get(budget_bytes)
         if cost is None:
             return None
-        solution = SimpleNamespace(bound=0.9 * cost, status=Status.FEASIBLE)
-        return SimpleNamespace(peak_bytes=budget_bytes - 1, time_s=cost, overhead=cost, solution=solution)
+        return planned(budget_bytes - 1, cost, bound=0.9 * cost)
 
 
 def run(planner, budgets, *, strategies=("auto",), curve=FRESH, **more):
@@ -54,7 +61,7 @@ def test_each_budget_gets_a_record():
 
 
 def test_a_step_that_fits_as_it_is_is_optimal():
-    candidate = SimpleNamespace(peak_bytes=90, time_s=1.0, overhead=1.0, solution=None)
+    candidate = planned(90, 1.0, bound=1.0)
     planner = SimpleNamespace(needed_bytes=0, find=lambda *_, **__: candidate)
     (point,) = run(planner, [95]).points
     assert (point.status, point.lower_bound_s, point.gap) == ("optimal", 1.0, 0.0)

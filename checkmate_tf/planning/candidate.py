@@ -8,8 +8,10 @@ import numpy as np
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.plan import Plan
-from checkmate_tf.core.problem import Solution
+from checkmate_tf.core.problem import Status
 from checkmate_tf.core.simulate import Memory
+
+_PROVEN = 1e-6
 
 NEVER = np.iinfo(np.int64).max  # peak of a plan that runs out of memory
 
@@ -26,7 +28,9 @@ class Candidate:
         peak_bytes: Peak that the allocator will report, everything included.
         time_s: Sum of the profiled times of all computations.
         node_peak_bytes: Peak of its nodes in tensor bytes, everything included: the solver's view of it.
-        solution: What the solver says of schedules with that peak, or None where nothing is recomputed.
+        nodes: int64, the nodes of the planning graph in order of execution; None where the plan is of no such graph.
+        bound: Least cost in seconds of any schedule whose nodes have that peak, proven; None where that is not known.
+        bound_of: The model that it bounds, as in `core.problem.Solution`.
         history: (seconds, time_s) of each plan that was the cheapest so far in the search that led to this one.
     """
 
@@ -37,13 +41,25 @@ class Candidate:
     peak_bytes: int
     time_s: float
     node_peak_bytes: int = 0
-    solution: Solution | None = None
+    nodes: np.ndarray | None = None
+    bound: float | None = None
+    bound_of: str = ""
     history: tuple[tuple[float, float], ...] = ()
 
     @property
     def overhead(self) -> float:
         """Cost of all computations / cost of running every op once."""
         return self.time_s / float(self.costs.time_s.sum())
+
+    @property
+    def gap(self) -> float | None:
+        """(time_s - bound) / bound, or None without a bound."""
+        return max(0.0, self.time_s - self.bound) / self.bound if self.bound else None
+
+    @property
+    def status(self) -> Status:
+        """OPTIMAL where the bound proves that no schedule with its peak takes less time, else FEASIBLE."""
+        return Status.OPTIMAL if self.gap is not None and self.gap <= _PROVEN else Status.FEASIBLE
 
     @property
     def bottleneck(self) -> str:

@@ -21,10 +21,12 @@ from checkmate_tf.core.problem import Options
 from checkmate_tf.core.simulate import Memory, simulate, working_set_bytes
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
+from checkmate_tf.planning.archive import Entry
 from checkmate_tf.planning.candidate import NEVER, Candidate
 from checkmate_tf.planning.search import MOST_NEIGHBOURS, Order, Search
 from checkmate_tf.solvers.base import Clock
 
+_SAME_BUDGET = 0.005  # of a budget; schedules that were found for one this close are as good for another
 _SEARCH_SHARE = 0.9  # of the time limit, before small plans are tried
 _SMALL_SHARE = 0.7  # of the time left then
 _CONFIRMED_SHARE = 0.85  # of the time left, as the plan that is found may have to be replaced
@@ -51,6 +53,7 @@ class Planner:
             report, everything included, or None where the memory runs out.
         uncounted_below_bytes: Smaller requests are in no statistics of the allocator.
         strategy: Name of the solver.
+        archive_dir: Folder of the schedules that are kept for a later run, or None.
 
     Attributes:
         needed_bytes: A lower bound on the peak of every plan, everything included: proven.
@@ -65,6 +68,7 @@ class Planner:
         allocator_peak: Callable[[Memory, int], int | None],
         uncounted_below_bytes: int = 0,
         strategy: str = "auto",
+        archive_dir: str | None = None,
     ):
         self._op_graph = op_graph
         self._costs = costs
@@ -77,7 +81,7 @@ class Planner:
         for settle in (True, False):
             ordered, ordered_costs = permute(op_graph, costs, low_peak_order(op_graph, settle=settle))
             ordered.check()
-            self.orders.append(Order(ordered, ordered_costs, base_bytes, strategy))
+            self.orders.append(Order(ordered, ordered_costs, base_bytes, strategy, archive_dir))
 
     def store_all(self) -> Candidate:
         """The plan that recomputes nothing, in the order with the lower peak."""
@@ -124,16 +128,46 @@ class Planner:
         """
         if budget_bytes < self.needed_bytes:
             return None
+        found = self._kept(budget_bytes, time_limit_s)
+        if found is not None:
+            return found
         clock = Clock(time_limit_s)
         limit_s = _SEARCH_SHARE * time_limit_s
         found = self.search(budget_bytes, time_limit_s=limit_s, seed=seed, on_progress=on_progress)
-        if found is not None:
-            return found
-        small = self._smallest_within(budget_bytes, min(_SMALL_SHARE * clock.left_s, _MINIMUM_LIMIT_S))
-        if small is None:
-            return None
-        found = self.search(budget_bytes, time_limit_s=clock.left_s, seed=seed, on_progress=on_progress)
-        return small if found is None else min(small, found, key=_time)
+        if found is None:
+            small = self._smallest_within(budget_bytes, min(_SMALL_SHARE * clock.left_s, _MINIMUM_LIMIT_S))
+            if small is None:
+                return None
+            found = self.search(budget_bytes, time_limit_s=clock.left_s, seed=seed, on_progress=on_progress)
+            found = small if found is None else min(small, found, key=_time)
+        self._keep(found, budget_bytes, time_limit_s)
+        return found
+
+    def _kept(self, budget_bytes: int, time_limit_s: float) -> Candidate | None:
+        """The cheapest known plan that keeps a budget now, if one was searched for as long before."""
+        self.forget_peaks()
+        close = _SAME_BUDGET * budget_bytes
+        entries = [entry for order in self.orders for entry in order.kept]
+        if any(abs(e.budget_bytes - budget_bytes) <= close and e.time_limit_s >= time_limit_s for e in entries):
+            return self.known(budget_bytes, min(_BOUND_LIMIT_S, _BOUND_SHARE * time_limit_s))
+        return None
+
+    def _keep(self, candidate: Candidate, budget_bytes: int = 0, time_limit_s: float = 0.0) -> None:
+        """Keeps a plan for later searches and runs."""
+        order = next((order for order in self.orders if order.op_graph is candidate.op_graph), None)
+        if order is None or candidate.nodes is None:
+            return
+        fixed_bytes = order.coarse.graph.fixed_bytes
+        order.keep(
+            Entry(
+                nodes=tuple(candidate.nodes.tolist()),
+                room_bytes=candidate.node_peak_bytes - fixed_bytes,
+                budget_bytes=budget_bytes,
+                time_limit_s=time_limit_s,
+                bound=candidate.bound,
+                bound_of=candidate.bound_of,
+            )
+        )
 
     def search(
         self,
@@ -206,8 +240,9 @@ class Planner:
             uncounted_below_bytes=self._uncounted_below_bytes,
         )
         confirmed = dataclasses.replace(candidate, peak_bytes=peak)
-        settled = confirmed.solution is not None or len(confirmed.plan) == confirmed.op_graph.n
-        return confirmed if settled else self._certified(confirmed, bound_limit_s)
+        if len(confirmed.plan) == confirmed.op_graph.n:
+            return dataclasses.replace(confirmed, bound=confirmed.time_s, bound_of="any order")
+        return self._certified(confirmed, bound_limit_s)
 
     def worst_peak(self, candidate: Candidate) -> int:
         """The highest peak of a plan over the states of the allocator in which it must keep the budget."""
@@ -220,7 +255,9 @@ class Planner:
         Searches are limited in time, and the allocator's state changes, so a little is added.
         """
         self.forget_peaks()
-        return self._smallest(self._small(_MINIMUM_LIMIT_S, own=False))
+        smallest = self._smallest(self._small(_MINIMUM_LIMIT_S, own=False))
+        self._keep(smallest)
+        return smallest
 
     def _smallest(self, small: list[Candidate]) -> Candidate:
         found = sorted(small, key=_peak)[:MOST_NEIGHBOURS]
@@ -251,7 +288,7 @@ class Planner:
         found = []
         for order, minimum in zip(self.orders, minima, strict=True):
             if minimum is not None:
-                found.append(self.evaluate(order, minimum.schedule.sequence()))
+                found.append(self.evaluate(order, minimum.schedule.sequence(), own=minimum.strategy == self._strategy))
             found += [self.evaluate(order, point.nodes) for point in order.solver.front()[:MOST_NEIGHBOURS]]
         return found
 
@@ -272,18 +309,28 @@ class Planner:
         """Peak in tensor bytes, everything included."""
         return candidate.memory.peak_bytes + self._base_bytes
 
-    def evaluate(self, order: Order, nodes: Sequence[int]) -> Candidate:
-        """Compiles and simulates a sequence of nodes, and asks the allocator."""
-        key = np.asarray(nodes, dtype=np.int64).tobytes()
+    def evaluate(self, order: Order, nodes: Sequence[int], *, own: bool = True) -> Candidate:
+        """Compiles and simulates a sequence of nodes, and asks the allocator.
+
+        Args:
+            order: Whose nodes they are.
+            nodes: In order of execution.
+            own: The schedule is the strategy's own, and counts as one that it has tried.
+        """
+        sequence = np.array(nodes, dtype=np.int64)
+        key = sequence.tobytes()
         if key not in order.seen:
             candidate = self._simulated(order.op_graph, order.costs, order.coarse.op_sequence(nodes))
             node_peak = simulate(
                 order.node_graph, compile_plan(order.node_graph, nodes), order.coarse.graph.workspace_bytes
             )
             order.seen[key] = dataclasses.replace(
-                candidate, node_peak_bytes=node_peak.peak_bytes + order.coarse.graph.fixed_bytes
+                candidate,
+                node_peak_bytes=node_peak.peak_bytes + order.coarse.graph.fixed_bytes,
+                nodes=sequence if own else None,
             )
-            order.tried[key] = candidate.time_s
+            if own:
+                order.tried[key] = candidate.time_s
         return order.seen[key]
 
     def _certified(self, candidate: Candidate, limit_s: float) -> Candidate:
@@ -291,9 +338,10 @@ class Planner:
         order = next((order for order in self.orders if order.op_graph is candidate.op_graph), None)
         if order is None:
             return candidate
-        solution = order.solve(candidate.node_peak_bytes, Options(time_limit_s=limit_s, keep_order=True))
+        if not order.is_bounded(candidate.node_peak_bytes):
+            order.solve(candidate.node_peak_bytes, Options(time_limit_s=limit_s, keep_order=True))
         bound, bound_of = order.bound(candidate.node_peak_bytes)
-        return dataclasses.replace(candidate, solution=dataclasses.replace(solution, bound=bound, bound_of=bound_of))
+        return dataclasses.replace(candidate, bound=bound, bound_of=bound_of)
 
     def _simulated(self, op_graph: OpGraph, costs: Costs, ops: Sequence[int]) -> Candidate:
         plan = compile_plan(op_graph, ops)

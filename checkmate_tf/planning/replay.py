@@ -62,6 +62,8 @@ def replay(
         peak_bytes=peaks[0],
         time_s=float(ordered_costs.time_s[plan.ops].sum()),
         node_peak_bytes=0,
-        solution=None,
+        nodes=None,
+        bound=None,
+        bound_of="",
         history=(),
     )

@@ -13,6 +13,8 @@ import numpy as np
 from checkmate_tf.core.coarsen import Coarse, coarsen
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.problem import Options, Solution
+from checkmate_tf.core.schedule import SequenceSchedule
+from checkmate_tf.planning.archive import Archive, Entry
 from checkmate_tf.planning.candidate import NEVER, Candidate
 from checkmate_tf.solvers.base import Clock
 from checkmate_tf.solvers.remote import Point, RemoteSolver
@@ -37,7 +39,7 @@ _WORTHWHILE = 1e-3  # unless the last one made the plan cheaper by this share
 class Order:
     """One topological order of the step with its planning graph and solver."""
 
-    def __init__(self, op_graph: OpGraph, costs: Costs, base_bytes: int, strategy: str):
+    def __init__(self, op_graph: OpGraph, costs: Costs, base_bytes: int, strategy: str, archive_dir: str | None = None):
         self.op_graph = op_graph
         self.costs = costs
         self.coarse: Coarse = coarsen(op_graph, costs, small_bytes=_SMALL_BYTES, fixed_bytes=base_bytes)
@@ -47,6 +49,23 @@ class Order:
         self.tried: dict[bytes, float] = {}  # nodes -> seconds of each plan so far
         self.reason = ""  # why the strategy found nothing, where it can say
         self._bounds: list[tuple[int, float, str]] = []  # (budget in bytes, bound, model that it bounds)
+        self._archive = Archive(archive_dir, strategy, self.coarse.graph)
+        self.kept: list[Entry] = []  # what searches for some budget have found, the oldest first
+        for entry in self._archive.read():
+            self._remember(entry)
+
+    def keep(self, entry: Entry) -> None:
+        """Keeps a schedule for later searches and runs."""
+        self._archive.add(entry)
+        self._remember(entry)
+
+    def _remember(self, entry: Entry) -> None:
+        self.kept.append(entry)
+        nodes = np.array(entry.nodes, dtype=np.int64)
+        self.tried[nodes.tobytes()] = float(self.costs.time_s[self.coarse.op_sequence(nodes)].sum())
+        if entry.bound is not None:
+            budget_bytes = self.coarse.graph.fixed_bytes + entry.room_bytes
+            self._bounds.append((budget_bytes, entry.bound, entry.bound_of))
 
     def solve(self, budget_bytes: int, options: Options) -> Solution:
         """Asks the solver, and remembers what it proves."""
@@ -55,6 +74,20 @@ class Order:
         if solution.bound is not None:
             self._bounds.append((budget_bytes, solution.bound, solution.bound_of))
         return solution
+
+    def hint(self, budget_bytes: int) -> SequenceSchedule | None:
+        """The cheapest schedule that is kept and within a budget in tensor bytes, or None."""
+        graph = self.coarse.graph
+        fitting = (
+            SequenceSchedule(np.array(entry.nodes))
+            for entry in self.kept
+            if graph.fixed_bytes + entry.room_bytes <= budget_bytes
+        )
+        return min(fitting, key=lambda schedule: schedule.cost(graph), default=None)
+
+    def is_bounded(self, budget_bytes: int) -> bool:
+        """Whether a bound is known for just this budget."""
+        return any(budget == budget_bytes for budget, *_ in self._bounds)
 
     def bound(self, budget_bytes: int) -> tuple[float | None, str]:
         """The best bound proven for schedules within a budget, and what it bounds: less room never costs less."""
@@ -80,6 +113,9 @@ class Search:
             order: self._budget - self._rounding(self._planner.evaluate(order, range(order.coarse.graph.n)))
             for order in self._planner.orders
         }
+        for order in inner:
+            for entry in order.kept:
+                self._consider(order, entry.nodes)
         limit_s = _FIRST_SHARE * self._clock.left_s
         with ThreadPoolExecutor(len(inner)) as pool:  # each order has a process of its own
             found = pool.map(lambda order: self._solution(order, inner[order], limit_s, _FIRST_GAP, self._seed), inner)
@@ -127,6 +163,7 @@ class Search:
             time_limit_s=limit_s,
             gap=gap,
             seed=seed,
+            hint=order.hint(inner_bytes),
             keep_order=True,  # side effects and what must wait for them are not edges of the graph
             on_progress=self._on_progress,
         )

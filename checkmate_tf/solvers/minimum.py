@@ -26,6 +26,7 @@ class MinimumBudget:
         forward_once_bound_bytes: Proven for schedules that compute gradient nodes once.
         bottleneck: Name of the node that sets the peak.
         bottleneck_bytes: (inputs, output, workspace) of that node.
+        strategy: Whose schedule it is.
     """
 
     budget_bytes: int
@@ -34,6 +35,7 @@ class MinimumBudget:
     forward_once_bound_bytes: int
     bottleneck: str
     bottleneck_bytes: tuple[int, int, int]
+    strategy: str
 
 
 def needed_bytes(graph: Graph, *, gradients_once: bool) -> np.ndarray:
@@ -89,4 +91,5 @@ def minimum_budget(
         forward_once_bound_bytes=floor,
         bottleneck=graph.names[node],
         bottleneck_bytes=(inputs, int(graph.out_bytes[node]), int(graph.workspace_bytes[node])),
+        strategy=solver.name,
     )
