@@ -285,9 +285,9 @@ class PlannedStep:
         self._confirmed = True
         planner = self._profiled.planner
         planner.forget_peaks()
-        confirmed = planner.confirmed(self.candidate, self.budget_bytes) or planner.known(self.budget_bytes)
+        confirmed = planner.confirmed(self.candidate, self.budget_bytes)
         if confirmed is None:
-            confirmed = planner.search(self.budget_bytes, time_limit_s=self._REPLAN_LIMIT_S)
+            confirmed = planner.replacement(self.candidate, self.budget_bytes, time_limit_s=self._REPLAN_LIMIT_S)
         if confirmed is None:
             self._note("no plan keeps the budget from where memory stands now; the one that was made is run.")
         else:
@@ -300,7 +300,7 @@ class PlannedStep:
         planner = self._profiled.planner
         planner.forget_peaks()
         target_bytes = self.budget_bytes - unforeseen
-        found = planner.known(target_bytes) or planner.search(target_bytes, time_limit_s=self._REPLAN_LIMIT_S)
+        found = planner.replacement(self.candidate, target_bytes, time_limit_s=self._REPLAN_LIMIT_S)
         if found is None:
             self._note("no plan keeps the budget with what was measured; the last one stays.")
             self._replans = self._MOST_REPLANS

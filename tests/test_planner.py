@@ -270,3 +270,17 @@ def test_plans_of_another_strategy_are_not_kept_under_this_one(tmp_path):
     plans = planner(REPORTS["exact"], strategy="chen_sqrt", archive_dir=tmp_path)
     plans.minimum()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_that_no_longer_keeps_the_budget_is_not_replaced_by_a_much_dearer_one_that_is_known():
+    more = 0
+    plans = planner(lambda nbytes: nbytes + more)
+    budget = int(0.8 * plans.store_all().peak_bytes)
+    cheap = plans.plan(budget, time_limit_s=2)
+    smallest = plans.minimum()
+    more = budget + MIB - cheap.peak_bytes  # the allocator's state has changed
+    best = planner(lambda nbytes: nbytes + more).plan(budget, time_limit_s=3)
+    assert cheap.time_s < best.time_s < smallest.time_s
+    replaced = plans.replacement(cheap, budget, time_limit_s=3)
+    assert replaced.peak_bytes <= budget
+    assert replaced.time_s == best.time_s

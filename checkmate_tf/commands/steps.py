@@ -33,7 +33,9 @@ def run_plain(settings: Settings) -> Outcome:
     Raises:
         ModelError: There is no such model, optimizer or image size.
     """
-    return _train(build(settings), settings)
+    training = _Training(build(settings), settings)
+    training.run(settings.warm_up, settings.steps)
+    return training.outcome()
 
 
 def run_planned(settings: Settings) -> Outcome:
@@ -46,10 +48,11 @@ def run_planned(settings: Settings) -> Outcome:
 
 
 def run_both(settings: Settings) -> tuple[Outcome, Outcome]:
-    """Trains one model in plain Keras and then, from the same weights on the same batches, with its step planned.
+    """Trains one model in plain Keras and, from the same weights on the same batches, with its step planned.
 
-    It is one model because Keras never lets go of the variables of a model that was trained: a second model's peak
-    would count them too.
+    The planned steps run between the two halves of the plain ones, so that a machine that becomes slower or
+    faster meanwhile does so for both. It is one model because Keras never lets go of the variables of a model
+    that was trained: a second model's peak would count them too.
 
     Raises:
         CheckmateError: The model or the budget cannot be used, or no plan was found.
@@ -57,15 +60,21 @@ def run_both(settings: Settings) -> tuple[Outcome, Outcome]:
     reserve(settings.limit_mib)
     model = build(settings)
     model.optimizer.build(model.trainable_variables)
-    variables = [*model.variables, *model.optimizer.variables]
-    start = [variable.numpy() for variable in variables]
-    plain = _train(model, settings)
-    for variable, value in zip(variables, start, strict=True):
-        variable.assign(value)
+    start = _values(model)
+    plain = _Training(model, settings)
+    plain.run(settings.warm_up, settings.steps - settings.steps // 2)
+    half_way, plain_peak_bytes, plain_function = _values(model), plain.outcome().peak_bytes, model.train_function
+    _assign(model, start)
     if isinstance(settings.budget, float):  # of the peak that was measured, not of the one that would be predicted
-        budget_bytes = budgets.parse(settings.budget, plain_peak_bytes=plain.peak_bytes, device_bytes=None)
+        budget_bytes = budgets.parse(settings.budget, plain_peak_bytes=plain_peak_bytes, device_bytes=None)
         settings = dataclasses.replace(settings, budget=budget_bytes)
-    return plain, _plan_and_train(model, settings)
+    planned = _plan_and_train(model, settings)
+    if plain.outcome().trained and settings.steps > 1:
+        checkmate_tf.restore(model)
+        model.train_function = plain_function
+        _assign(model, half_way)
+        plain.run(0, settings.steps // 2)
+    return dataclasses.replace(plain.outcome(), peak_bytes=plain_peak_bytes), planned
 
 
 def environment() -> dict[str, str | int | None]:
@@ -145,32 +154,57 @@ def _plan_and_train(model: keras.Model, settings: Settings) -> Outcome:
         )
     except tf.errors.ResourceExhaustedError as error:
         return Outcome(OUT_OF_MEMORY, message=f"ResourceExhaustedError while it was planned: {_first_line(error)}")
-    return dataclasses.replace(_train(model, settings), **_planned_facts(model))
+    training = _Training(model, settings)
+    training.run(settings.warm_up, settings.steps)
+    return dataclasses.replace(training.outcome(), **_planned_facts(model))
 
 
-def _train(model: keras.Model, settings: Settings) -> Outcome:
-    """Trains `warm_up + steps` steps; running out of memory is an outcome, not an error."""
-    device, peaks, times_s, losses = _device(), [], [], []
-    batches = sample_data.batches(settings.data, settings.batch_size, settings.image_size, seed=settings.seed)
-    try:
-        for _ in range(settings.warm_up + settings.steps):
-            images, labels = (tf.convert_to_tensor(part) for part in next(batches))
-            _reset_peak(device)
-            start_s = time.perf_counter()
-            losses.append(float(model.train_on_batch(images, labels)))
-            times_s.append(time.perf_counter() - start_s)
-            peaks.append(_peak_bytes(device))
-        outcome, message = TRAINED, ""
-    except tf.errors.ResourceExhaustedError as error:
-        outcome, message = OUT_OF_MEMORY, f"ResourceExhaustedError in step {len(losses) + 1}: {_first_line(error)}"
-    measured = slice(settings.warm_up, None)
-    return Outcome(
-        outcome,
-        message=message,
-        peak_bytes=max((peak for peak in peaks[measured] if peak is not None), default=None),
-        step_s=statistics.median(times_s[measured]) if times_s[measured] else None,
-        losses=tuple(losses),
-    )
+class _Training:
+    """Trains a model on one sequence of batches and measures its steps."""
+
+    def __init__(self, model: keras.Model, settings: Settings):
+        self._model = model
+        self._batches = sample_data.batches(settings.data, settings.batch_size, settings.image_size, seed=settings.seed)
+        self._out_of_memory = ""
+        self._losses: list[float] = []
+        self._peaks: list[int] = []
+        self._times_s: list[float] = []
+
+    def run(self, warm_up: int, steps: int) -> None:
+        """Trains, and measures all but the first `warm_up` steps; ends where memory runs out."""
+        device = _device()
+        try:
+            for step in range(warm_up + steps):
+                images, labels = (tf.convert_to_tensor(part) for part in next(self._batches))
+                _reset_peak(device)
+                start_s = time.perf_counter()
+                self._losses.append(float(self._model.train_on_batch(images, labels)))
+                seconds, peak_bytes = time.perf_counter() - start_s, _peak_bytes(device)
+                if step >= warm_up:
+                    self._times_s.append(seconds)
+                    self._peaks += [] if peak_bytes is None else [peak_bytes]
+        except tf.errors.ResourceExhaustedError as error:
+            self._out_of_memory = f"ResourceExhaustedError in step {len(self._losses) + 1}: {_first_line(error)}"
+
+    def outcome(self) -> Outcome:
+        """What came of the steps so far; running out of memory is an outcome, not an error."""
+        return Outcome(
+            OUT_OF_MEMORY if self._out_of_memory else TRAINED,
+            message=self._out_of_memory,
+            peak_bytes=max(self._peaks, default=None),
+            step_s=statistics.median(self._times_s) if self._times_s else None,
+            losses=tuple(self._losses),
+        )
+
+
+def _values(model: keras.Model) -> list[np.ndarray]:
+    """The state of a model and its optimizer."""
+    return [variable.numpy() for variable in (*model.variables, *model.optimizer.variables)]
+
+
+def _assign(model: keras.Model, values: list[np.ndarray]) -> None:
+    for variable, value in zip((*model.variables, *model.optimizer.variables), values, strict=True):
+        variable.assign(value)
 
 
 def _planned_facts(model: keras.Model) -> dict:

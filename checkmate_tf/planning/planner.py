@@ -194,12 +194,21 @@ class Planner:
                 break
             found = self.confirmed(candidate, budget_bytes, bound_limit_s)
             if found is None:
-                found = self.known(budget_bytes, bound_limit_s, most_s=_AS_CHEAP * candidate.time_s)
+                found = self._as_cheap(candidate, budget_bytes, bound_limit_s)
             if found is not None:
                 break
             target_bytes -= max(self.worst_peak(candidate) - budget_bytes, budget_bytes // 200)
         found = found or self.known(budget_bytes, bound_limit_s)
         return None if found is None else dataclasses.replace(found, history=history)
+
+    def replacement(self, candidate: Candidate, budget_bytes: int, *, time_limit_s: float) -> Candidate | None:
+        """A plan that keeps a budget now, in place of one that does not: a known one if it costs hardly more."""
+        return self._as_cheap(candidate, budget_bytes) or self.search(budget_bytes, time_limit_s=time_limit_s)
+
+    def _as_cheap(
+        self, candidate: Candidate, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S
+    ) -> Candidate | None:
+        return self.known(budget_bytes, bound_limit_s, most_s=_AS_CHEAP * candidate.time_s)
 
     def known(
         self, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S, *, most_s: float = np.inf
