@@ -135,14 +135,21 @@ class Graph:
         return float(self.cost.sum())
 
     @cached_property
-    def store_all_peak_bytes(self) -> int:
-        """Most bytes in use when every node runs once and values are held to their last use; with fixed_bytes."""
+    def store_all_bytes(self) -> np.ndarray:
+        """int64 (n,). Bytes in use at each node when every node runs once and values are held to their last use.
+
+        Without fixed_bytes.
+        """
         last_use = np.array([max(users, default=i) for i, users in enumerate(self.users)], np.int64)
         change = np.zeros(self.n + 1, np.int64)
         change[: self.n] += self.out_bytes
         np.add.at(change, last_use + 1, -self.out_bytes)
-        in_use = np.cumsum(change)[: self.n] + self.workspace_bytes
-        return self.fixed_bytes + max(0, int(in_use.max(initial=0)))
+        return np.cumsum(change)[: self.n] + self.workspace_bytes
+
+    @cached_property
+    def store_all_peak_bytes(self) -> int:
+        """The most of `store_all_bytes`, with fixed_bytes."""
+        return self.fixed_bytes + max(0, int(self.store_all_bytes.max(initial=0)))
 
 
 def permuted(graph: Graph, order: Sequence[int]) -> Graph:

@@ -149,13 +149,14 @@ _OUTCOME = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
-    """What an engine found: x is None without a solution; bound is -inf without one."""
+    """What an engine found: x (columns,) and duals (rows,) are None without one; bound is -inf without one."""
 
     outcome: Outcome
     x: np.ndarray | None
     objective: float
     bound: float
     seconds: float
+    duals: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -294,7 +295,14 @@ def _answer(result: result_pb2.SolveResultProto, size: int) -> Answer:
         objective = solution.objective_value
     bound = result.termination.objective_bounds.dual_bound
     seconds = result.solve_stats.solve_time.ToTimedelta().total_seconds()
-    return Answer(outcome, x, objective, bound, seconds)
+    return Answer(outcome, x, objective, bound, seconds, _duals(result))
+
+
+def _duals(result: result_pb2.SolveResultProto) -> np.ndarray | None:
+    """One value per row, of the first solution."""
+    if not result.solutions or not result.solutions[0].HasField("dual_solution"):
+        return None
+    return np.array(result.solutions[0].dual_solution.dual_values.values)  # engines name every row, in order
 
 
 def simplex_parameters(time_limit_s: float, *, dual: bool = True, presolve: bool = True):

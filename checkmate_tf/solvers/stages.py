@@ -1,7 +1,8 @@
 """The main engine: stage model, relaxation, rounding, neighborhood search.
 
-The bound is the relaxation's, for the stage model that was solved: `Solution.bound_of` names what
-that model leaves out. Every schedule counts that was ever seen, whichever model it came from.
+The bound is that of one instant, for any schedule in the graph's order (`solvers.instant`), or where it
+is higher the relaxation's, for the stage model that was solved: `Solution.bound_of` names what that
+model leaves out. Every schedule counts that was ever seen, whichever model it came from.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
+from checkmate_tf.solvers.instant import BOUND_OF, least_cost
 from checkmate_tf.solvers.large import LARGE, improve
 from checkmate_tf.solvers.linear import (
     Engine,
@@ -62,6 +64,7 @@ _FIRST_RESTRICTED = 2  # model to begin with at the earliest, as what is left ou
 _SMALL = 80  # unless the graph has at most so many nodes
 _CUT_GAIN = 5e-3  # least relative gain of a bound for which cuts are taken
 _START_SHARE = 0.2  # of the time limit, for the schedules that need no search
+_INSTANT_SHARE = 0.1  # of the time left, for the first bound
 _RELAX_SHARE = 0.4  # of the time left, for one relaxation
 _SEARCH_SHARE = 0.8  # of the time limit, unless rounds stop paying before; then one worker raises the bound
 _PATIENCE = 5.0  # of the other worker meanwhile
@@ -70,6 +73,7 @@ _IMPATIENCE = 0.4
 _BOUNDED = 6000  # columns of a model that branch and bound says more about than its relaxation
 _TICK_S = 0.05
 _BOUND_LEAST_S = 0.5
+_PROVEN = 1e-6
 _CLOSE = 5e-3  # a gap that is not worth raising the bound for
 _QUICK = 4000  # recomputable places (stage, node) of a model whose relaxation takes about a second
 _LARGE = 40000  # and of one that is not tried
@@ -103,10 +107,14 @@ class StagesSolver(Solver):
             return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of="checkmate")
         if budget_bytes < self._least_bytes:
             return self._solution(recorder, clock, status=Status.INFEASIBLE, bound_of=self._models[0].model_name())
+        whole = least_cost(self.graph, budget_bytes, _INSTANT_SHARE * clock.left_s, options.stop)
+        recorder.raise_bound(whole)
+        clock.phase("instant")
+        if recorder.gap() <= _PROVEN:
+            return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of=BOUND_OF)
         if self.graph.n > LARGE and self.graph.is_gradient.any():
-            recorder.raise_bound(self.graph.total_cost)
             improve(self.evaluator, budget_bytes, recorder, options)
-            return self._solution(recorder, clock, bound_of="checkmate")
+            return self._solution(recorder, clock, bound_of=BOUND_OF)
         restrictions, relaxed = self._relax(budget_bytes, clock)
         clock.phase("relax")
         if relaxed.x is None:
@@ -115,7 +123,8 @@ class StagesSolver(Solver):
                 self._wide_search(budget_bytes, recorder, options).run(self.pool.front())
                 clock.phase("search")
             status = Status.INFEASIBLE if proven else None
-            return self._solution(recorder, clock, status=status, bound_of=restrictions.model_name())
+            bound_of = restrictions.model_name() if proven else BOUND_OF
+            return self._solution(recorder, clock, status=status, bound_of=bound_of)
         recorder.raise_bound(relaxed.bound)
         relaxation = self._relaxations[restrictions]
         relaxed, cut = self._tighten(relaxation, relaxed, budget_bytes, recorder)
@@ -135,12 +144,12 @@ class StagesSolver(Solver):
             if bounded and inside is not None and recorder.gap() > max(options.gap, _CLOSE):
                 self._close_gap(relaxation.model, cut, search, inside, budget_bytes, recorder, options)
                 clock.phase("bound")
-        proven = recorder.gap() <= 1e-6
+        proven = recorder.gap() <= _PROVEN
         return self._solution(
             recorder,
             clock,
             status=Status.OPTIMAL if proven else Status.FEASIBLE,
-            bound_of=restrictions.model_name(),
+            bound_of=restrictions.model_name() if recorder.bound > whole else BOUND_OF,
         )
 
     def smallest(self, target_bytes: int, options: Options) -> StagedSchedule:
