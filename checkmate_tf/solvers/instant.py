@@ -35,7 +35,8 @@ from checkmate_tf.core.problem import Stop
 from checkmate_tf.solvers.linear import ONE, ZERO, Engine, LinearModel, Rows, Session, simplex_parameters
 
 BOUND_OF = "checkmate"
-_ROUNDING = 1e-9  # of the bound, for the sums that prove it
+_ROUNDING = 1e-9  # of the bound, for the sums that prove it,
+_ROUNDED_BYTES = 1e-12  # and of all bytes
 
 
 def least_cost(graph: Graph, budget_bytes: int, time_limit_s: float, stop: Stop | None = None) -> float:
@@ -132,5 +133,5 @@ def _memory(rows: Rows, graph: Graph, instant: int, held: np.ndarray, budget_byt
     """(3). Values of next to nothing are left out, which can only lower the bound."""
     unit = max(1.0, float(graph.out_bytes.sum()))
     runs = graph.fixed_bytes + int(graph.out_bytes[instant]) + int(graph.workspace_bytes[instant])
-    new = rows.new(1, -np.inf, (budget_bytes - runs) / unit)
+    new = rows.new(1, -np.inf, (budget_bytes - runs) / unit + _ROUNDED_BYTES)
     rows.add(np.repeat(new, graph.n), held, graph.out_bytes / unit)

@@ -32,6 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 ONE = -1  # code of the constant 1 in place of a column index
 ZERO = -2  # code of the constant 0
+NEXT_TO_NOTHING = 1e-9  # smaller coefficients are left out
 
 
 class Rows:
@@ -94,7 +95,7 @@ class SparseRows:
         key = self.row * self.num_columns + self.column
         key, inverse = np.unique(key, return_inverse=True)
         value = np.bincount(inverse, weights=self.value, minlength=len(key))
-        keep = np.abs(value) > 1e-9
+        keep = np.abs(value) > NEXT_TO_NOTHING
         key, value = key[keep], value[keep]
         return dataclasses.replace(self, row=key // self.num_columns, column=key % self.num_columns, value=value)
 

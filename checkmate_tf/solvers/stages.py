@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -37,7 +36,7 @@ from checkmate_tf.solvers.scope import Restrictions, Scope, build_scope
 from checkmate_tf.solvers.search import Search
 from checkmate_tf.solvers.stage_model import StageModel, build_stage_model
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
-from checkmate_tf.solvers.starts import start_schedules
+from checkmate_tf.solvers.starts import add_starts, start_schedules
 
 _LOG = logging.getLogger(__name__)
 
@@ -63,7 +62,6 @@ _WIDE = (Restrictions(), Restrictions(window=20), Restrictions(window=10), Restr
 _FIRST_RESTRICTED = 2  # model to begin with at the earliest, as what is left out makes the relaxation tighter,
 _SMALL = 80  # unless the graph has at most so many nodes
 _CUT_GAIN = 5e-3  # least relative gain of a bound for which cuts are taken
-_START_SHARE = 0.2  # of the time limit, for the schedules that need no search
 _INSTANT_SHARE = 0.1  # of the time left, for the first bound
 _RELAX_SHARE = 0.4  # of the time left, for one relaxation
 _SEARCH_SHARE = 0.8  # of the time limit, unless rounds stop paying before; then one worker raises the bound
@@ -90,7 +88,7 @@ class StagesSolver(Solver):
         self.evaluator = Evaluator(graph)
         self.pool = Pool()
         self._models = _MODELS if graph.is_gradient.any() else _PER_NODE
-        self._seeded = False
+        self._starts = start_schedules(self.evaluator)
         self._least_bytes = int(needed_bytes(graph, gradients_once=True).max(initial=0))
         self._relaxations: dict[Restrictions, Relaxation] = {}
         self._infeasible_bytes: dict[Restrictions, int] = {}
@@ -173,13 +171,7 @@ class StagesSolver(Solver):
         """Puts the schedules that need no search into the pool."""
         if options.hint is not None:
             self.pool.add(self.evaluator.of_schedule(options.hint))
-        if not self._seeded:
-            self._seeded = True
-            began = time.perf_counter()
-            for schedule in start_schedules(self.evaluator):
-                self.pool.add(schedule)
-                if time.perf_counter() - began > _START_SHARE * options.time_limit_s:
-                    break
+        add_starts(self.pool, self._starts, options.time_limit_s)
 
     def _ladder(self) -> Iterator[Restrictions]:
         """Models to try until one is not infeasible at the budget: the least restricted quick one, then larger ones."""
@@ -293,7 +285,7 @@ def _whole_program(model: StageModel, incumbent: StagedSchedule, budget_bytes: i
     Rows that name every value in use let branch and bound find knapsack cuts; the chain of (4) hides them.
     """
     x, columns = model.encode(incumbent), model.num_columns
-    program = build_neighborhood(model, x, np.ones(columns, bool), budget_bytes).program
+    program = build_neighborhood(model, x, np.ones(columns, bool), budget_bytes + model.slack_bytes).program
     priced = np.nonzero(model.cost)[0]
     cutoff = SparseRows(
         np.zeros(len(priced), np.int64),
