@@ -83,7 +83,7 @@ def test_no_bound_is_above_the_optimum(strategy):
 def test_no_instant_gives_a_bound_above_the_optimum():
     """Whatever the instant; and the one with the most bytes often gives the optimum."""
     tight, dearer = 0, 0
-    for seed in range(2 * GRAPHS):
+    for seed in range(GRAPHS):
         graph, budget = case(seed)
         best = optimum(seed, False)
         for instant in range(graph.n):
@@ -91,7 +91,7 @@ def test_no_instant_gives_a_bound_above_the_optimum():
         if graph.total_cost < best < np.inf:
             dearer += 1
             tight += least_cost(graph, budget, 5.0) == pytest.approx(best)
-    assert dearer >= 50
+    assert dearer >= 30
     assert tight >= 0.1 * dearer
 
 
