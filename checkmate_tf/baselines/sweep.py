@@ -25,7 +25,7 @@ class SweepSolver(Solver):
         super().__init__(graph)
         self.pool = Pool()
         self._branch = branching_node(graph) if self.linear_only else None
-        self._untried = self.schedules(Evaluator(graph)) if self._applies() else iter(())
+        self._untried = self._family() if self._applies() else iter(())
 
     @abc.abstractmethod
     def schedules(self, evaluator: Evaluator) -> Iterator[StagedSchedule]:
@@ -45,6 +45,11 @@ class SweepSolver(Solver):
                 break
         clock.phase("sweep")
         return self._solution(recorder, clock, reason=self._reason(recorder))
+
+    def _family(self) -> Iterator[StagedSchedule]:
+        """The schedules to try: without a backward pass there is nothing to recompute for, and one."""
+        evaluator = Evaluator(self.graph)
+        return self.schedules(evaluator) if self.graph.is_gradient.any() else iter((evaluator.store_all,))
 
     def _applies(self) -> bool:
         return self._branch is None and self.graph.num_forward > 0

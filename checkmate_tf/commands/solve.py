@@ -26,6 +26,7 @@ from checkmate_tf.solvers import create, names
 
 _FOUND, _INFEASIBLE, _NOT_FOUND = 0, 3, 4
 _TICK_S = 0.2
+_MOST_DIGITS = 40
 
 _DESCRIPTION = """\
 Finds the cheapest order of execution of a graph within a memory budget and prints what it found as one JSON object.
@@ -138,7 +139,7 @@ def _budget_bytes(args: argparse.Namespace, graph: Graph) -> int:
     if args.budget is None:
         return budgets.parse(args.budget_fraction, plain_peak_bytes=graph.store_all_peak_bytes, device_bytes=None)
     text = args.budget.strip()
-    if text.isascii() and text.isdigit() and len(text) < 19:
+    if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS:
         return budgets.parse(int(text), plain_peak_bytes=None, device_bytes=None)
     try:
         return budgets.parse(text, plain_peak_bytes=None, device_bytes=None)

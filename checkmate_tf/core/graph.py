@@ -10,6 +10,10 @@ import numpy as np
 
 from checkmate_tf.errors import GraphError
 
+MOST_BYTES = 1 << 62  # sums of sizes must fit in 64 bits
+MOST_COST = 1e300
+LEAST_COST = 1e-200  # of all nodes together, unless it is 0: shares of it must be numbers
+
 
 def _frozen(values, dtype, n: int, what: str) -> np.ndarray:
     array = np.array(values, dtype=dtype)
@@ -17,6 +21,19 @@ def _frozen(values, dtype, n: int, what: str) -> np.ndarray:
         raise GraphError(f"{what} must hold one value per node: {n}; got shape {array.shape}.")
     array.flags.writeable = False
     return array
+
+
+def _frozen_bytes(values, n: int, what: str) -> np.ndarray:
+    """int64 (n,). Refuses what is no whole number, or cannot be held in 64 bits."""
+    try:
+        given = np.array(values)
+        with np.errstate(invalid="ignore"):  # checked below
+            array = given.astype(np.int64)
+    except (OverflowError, TypeError, ValueError):
+        raise GraphError(f"{what} must hold whole numbers of at most 64 bits.") from None
+    if given.dtype.kind not in "bi" and not np.array_equal(given, array):
+        raise GraphError(f"{what} must hold whole numbers.")
+    return _frozen(array, np.int64, n, what)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,22 +91,28 @@ class Graph:
             fixed_bytes: Bytes held throughout.
 
         Raises:
-            GraphError: Lengths differ, a cost or size is negative or not finite, or an edge does
-                not go forward.
+            GraphError: Lengths differ, a cost or size is negative or not finite, a size is no whole
+                number, all sizes or costs together are too large, or an edge does not go forward.
         """
         n = len(cost)
         names = tuple(names) if names is not None else tuple(f"node{i}" for i in range(n))
         if len(names) != n:
             raise GraphError(f"names must hold one value per node: {n}; got {len(names)}.")
         cost_array = _frozen(cost, np.float64, n, "cost")
-        out_array = _frozen(out_bytes, np.int64, n, "out_bytes")
-        workspace = _frozen(np.zeros(n) if workspace_bytes is None else workspace_bytes, np.int64, n, "workspace_bytes")
+        out_array = _frozen_bytes(out_bytes, n, "out_bytes")
+        workspace = _frozen_bytes(np.zeros(n) if workspace_bytes is None else workspace_bytes, n, "workspace_bytes")
         gradient = _frozen(np.zeros(n) if is_gradient is None else is_gradient, np.bool_, n, "is_gradient")
         again = _frozen(np.ones(n) if recomputable is None else recomputable, np.bool_, n, "recomputable")
         if not np.all(np.isfinite(cost_array)) or np.any(cost_array < 0):
             raise GraphError("cost must be finite and not negative.")
         if np.any(out_array < 0) or fixed_bytes < 0:
             raise GraphError("out_bytes and fixed_bytes must not be negative.")
+        total_bytes = sum(out_array.tolist()) + sum(map(abs, workspace.tolist())) + fixed_bytes
+        if total_bytes > MOST_BYTES:
+            raise GraphError(f"all bytes together must be at most {MOST_BYTES:,}; got {total_bytes:,}.")
+        total_cost = sum(cost_array.tolist())
+        if total_cost and not LEAST_COST <= total_cost <= MOST_COST:
+            raise GraphError(f"all costs together must be 0 or {LEAST_COST} to {MOST_COST}; got {total_cost}.")
         if np.any(gradient[:-1] & ~gradient[1:]):
             raise GraphError("forward nodes must precede all gradient nodes.")
         deps: list[set[int]] = [set() for _ in range(n)]
@@ -135,14 +158,21 @@ class Graph:
         return float(self.cost.sum())
 
     @cached_property
-    def store_all_peak_bytes(self) -> int:
-        """Most bytes in use when every node runs once and values are held to their last use; with fixed_bytes."""
+    def store_all_bytes(self) -> np.ndarray:
+        """int64 (n,). Bytes in use at each node when every node runs once and values are held to their last use.
+
+        Without fixed_bytes.
+        """
         last_use = np.array([max(users, default=i) for i, users in enumerate(self.users)], np.int64)
         change = np.zeros(self.n + 1, np.int64)
         change[: self.n] += self.out_bytes
         np.add.at(change, last_use + 1, -self.out_bytes)
-        in_use = np.cumsum(change)[: self.n] + self.workspace_bytes
-        return self.fixed_bytes + max(0, int(in_use.max(initial=0)))
+        return np.cumsum(change)[: self.n] + self.workspace_bytes
+
+    @cached_property
+    def store_all_peak_bytes(self) -> int:
+        """The most of `store_all_bytes`, with fixed_bytes."""
+        return self.fixed_bytes + max(0, int(self.store_all_bytes.max(initial=0)))
 
 
 def permuted(graph: Graph, order: Sequence[int]) -> Graph:

@@ -21,14 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from checkmate_tf.core.graph import Graph
+from checkmate_tf.core.graph import MOST_BYTES, MOST_COST, Graph
 from checkmate_tf.errors import GraphError
 
 FORMAT = "checkmate_tf.graph"
 VERSION = 1
 _MOST_FILE_BYTES = 1 << 28
-_MOST_BYTES = 1 << 62  # sums of sizes must fit in 64 bits
-_MOST_COST = 1e300
 _MISSING = object()
 
 
@@ -148,10 +146,6 @@ def _graph(content: dict[str, Any]) -> Graph:
     columns = [_node(node, f"nodes[{i}]") for i, node in enumerate(nodes)]
     names, cost, size, backward, workspace, recomputable = zip(*columns, strict=True)
     fixed = _integer(content, "fixed_bytes", "", default=0, least=0)
-    if sum(size) + sum(map(abs, workspace)) + fixed > _MOST_BYTES:
-        raise GraphError(f"all bytes together must be at most {_MOST_BYTES:,}")
-    if sum(cost) > _MOST_COST:
-        raise GraphError(f"all costs together must be at most {_MOST_COST}")
     graph = Graph.build(
         cost,
         size,
@@ -175,14 +169,14 @@ def _node(node: Any, where: str) -> tuple[str, float, int, bool, int, bool]:
     name, cost = node.get("name", _MISSING), node.get("cost", _MISSING)
     if not isinstance(name, str):
         raise GraphError(f'{where}: "name" must be text; got {_shown(name)}')
-    if type(cost) not in (int, float) or not 0 <= cost <= _MOST_COST:
-        raise GraphError(f'{where}: "cost" must be a number from 0 to {_MOST_COST}; got {_shown(cost)}')
+    if type(cost) not in (int, float) or not 0 <= cost <= MOST_COST:
+        raise GraphError(f'{where}: "cost" must be a number from 0 to {MOST_COST}; got {_shown(cost)}')
     return (
         name,
         float(cost),
         _integer(node, "bytes", where, least=0),
         _flag(node, "backward", where),
-        _integer(node, "workspace", where, default=0, least=-_MOST_BYTES),
+        _integer(node, "workspace", where, default=0, least=-MOST_BYTES),
         _flag(node, "recomputable", where, default=True),
     )
 
@@ -208,7 +202,7 @@ def _list(content: dict[str, Any], key: str) -> list:
 
 def _integer(content: dict[str, Any], key: str, where: str, *, least: int, default: Any = _MISSING) -> int:
     value = content.get(key, default)
-    if type(value) is not int or not least <= value <= _MOST_BYTES:
+    if type(value) is not int or not least <= value <= MOST_BYTES:
         raise GraphError(
             f'{where and where + ": "}"{key}" must be a whole number of at least {least}; got {_shown(value)}'
         )

@@ -66,14 +66,14 @@ class Annealing:
         self.timeline.load(sequence)
         self._note(self.overflow())
 
-    def overflow(self) -> int:
-        """Bytes over the budget, summed over the slots."""
+    def overflow(self) -> float:
+        """Bytes over the budget, summed over the slots: more than 64 bits may hold."""
         memory = self.timeline.memory
         if memory.max() <= self._budget_bytes:
-            return 0
+            return 0.0
         over = memory - self._budget_bytes
         np.maximum(over, 0, out=over)
-        return int(over.sum())
+        return float(np.add.reduce(over, dtype=np.float64))
 
     def run(self, moves: int, hot: float, weight: float, stop: Callable[[], bool]) -> bool:
         """One pass from hot to cold.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from checkmate_tf.core.graph import Graph, permuted
-from checkmate_tf.core.problem import Options, Solution
+from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.core.schedule import SequenceSchedule, first_runs
 from checkmate_tf.solvers.base import Clock, Pool, Recorder
 from checkmate_tf.solvers.course import Course
@@ -83,7 +83,7 @@ class AutoSolver(StagesSolver):
         exact = self.graph.n <= _EXACT_NODES
         found = super().solve(budget_bytes, course.next_options(0.5 * share if exact else share))
         course.take(found)
-        if not exact or found.bound_of == "checkmate":
+        if not exact or (found.bound_of == "checkmate" and found.status is Status.OPTIMAL):
             return
         options = course.next_options(share)
         clock = Clock(min(_EXACT_LIMIT_S, options.time_limit_s))

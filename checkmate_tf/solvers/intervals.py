@@ -25,10 +25,12 @@ from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
 from checkmate_tf.solvers.engines import cp_model
+from checkmate_tf.solvers.milp import byte_unit, cp_solver
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, node_blocks, rows_from_masks
-from checkmate_tf.solvers.starts import start_schedules
+from checkmate_tf.solvers.starts import add_starts, start_schedules
 
 _COST_STEPS = 1 << 30  # the store-all cost in CP-SAT's units
+_MOST_UNITS = 1 << 36  # all bytes in CP-SAT's units, which it multiplies by moments
 _MOST_INTERVALS = 4
 _LARGEST = 2000  # nodes; starts may lie at about n^2 / 2 moments together
 
@@ -48,12 +50,12 @@ class IntervalsSolver(Solver):
         self.pool = Pool()
         self._most = most_intervals
         self._evaluator = Evaluator(graph)
-        for schedule in start_schedules(self._evaluator):
-            self.pool.add(schedule)
+        self._starts = start_schedules(self._evaluator)
 
     def solve(self, budget_bytes: int, options: Options) -> Solution:
         """See Solver.solve. Never INFEASIBLE: with more intervals per node there may be a schedule."""
         clock = Clock(options.time_limit_s)
+        add_starts(self.pool, self._starts, options.time_limit_s)
         if options.hint is not None:
             self.pool.add(self._evaluator.of_schedule(options.hint))
         recorder = Recorder(self.pool, budget_bytes, clock, options)
@@ -77,11 +79,7 @@ class IntervalsSolver(Solver):
         return self._solution(recorder, clock, status=status, bound_of=bound_of)
 
     def _run(self, program: _Program, recorder: Recorder, options: Options) -> Status | None:
-        solver = cp_model.CpSolver()
-        solver.parameters.max_time_in_seconds = max(0.01, recorder.clock.left_s)
-        solver.parameters.num_workers = max(1, options.workers)
-        solver.parameters.random_seed = options.seed
-        solver.parameters.relative_gap_limit = options.gap
+        solver = cp_solver(recorder.clock.left_s, options.workers, options.seed, options.gap)
         found = solver.solve(program.model, _Offer(program, self._evaluator, recorder))
         if found == cp_model.INFEASIBLE:
             return Status.INFEASIBLE if program.exact else None
@@ -125,15 +123,15 @@ class _Program:
     Attributes:
         model: For CP-SAT.
         exact: Memory is counted exactly; off where a node takes over more bytes than its own value
-            has, which counts as nothing.
+            has, which counts as nothing, and where sizes had to be rounded down.
     """
 
     def __init__(self, graph: Graph, budget_bytes: int, most_intervals: int):
         self.model = cp_model.CpModel()
         self.graph = graph
-        self.exact = bool(np.all(graph.out_bytes + graph.workspace_bytes >= 0))
+        self._unit, whole = byte_unit(graph, _MOST_UNITS)
+        self.exact = whole and bool(np.all(graph.out_bytes + graph.workspace_bytes >= 0))
         self._most = most_intervals
-        self._unit = math.gcd(*graph.out_bytes.tolist(), *graph.workspace_bytes.tolist()) or 1
         self._budget = (budget_bytes - graph.fixed_bytes) // self._unit
         self._steps = _COST_STEPS / (graph.total_cost or 1.0)
         self._horizon = self._moment(graph.n, 0)

@@ -32,6 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 ONE = -1  # code of the constant 1 in place of a column index
 ZERO = -2  # code of the constant 0
+NEXT_TO_NOTHING = 1e-9  # smaller coefficients are left out
 
 
 class Rows:
@@ -94,7 +95,7 @@ class SparseRows:
         key = self.row * self.num_columns + self.column
         key, inverse = np.unique(key, return_inverse=True)
         value = np.bincount(inverse, weights=self.value, minlength=len(key))
-        keep = np.abs(value) > 1e-9
+        keep = np.abs(value) > NEXT_TO_NOTHING
         key, value = key[keep], value[keep]
         return dataclasses.replace(self, row=key // self.num_columns, column=key % self.num_columns, value=value)
 
@@ -149,13 +150,14 @@ _OUTCOME = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
-    """What an engine found: x is None without a solution; bound is -inf without one."""
+    """What an engine found: x (columns,) and duals (rows,) are None without one; bound is -inf without one."""
 
     outcome: Outcome
     x: np.ndarray | None
     objective: float
     bound: float
     seconds: float
+    duals: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -294,7 +296,14 @@ def _answer(result: result_pb2.SolveResultProto, size: int) -> Answer:
         objective = solution.objective_value
     bound = result.termination.objective_bounds.dual_bound
     seconds = result.solve_stats.solve_time.ToTimedelta().total_seconds()
-    return Answer(outcome, x, objective, bound, seconds)
+    return Answer(outcome, x, objective, bound, seconds, _duals(result))
+
+
+def _duals(result: result_pb2.SolveResultProto) -> np.ndarray | None:
+    """One value per row, of the first solution."""
+    if not result.solutions or not result.solutions[0].HasField("dual_solution"):
+        return None
+    return np.array(result.solutions[0].dual_solution.dual_values.values)  # engines name every row, in order
 
 
 def simplex_parameters(time_limit_s: float, *, dual: bool = True, presolve: bool = True):

@@ -18,7 +18,7 @@ from checkmate_tf.solvers.annealing import Annealing
 from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
 from checkmate_tf.solvers.sequenced import sequenced
 from checkmate_tf.solvers.staged import Evaluator
-from checkmate_tf.solvers.starts import start_schedules
+from checkmate_tf.solvers.starts import add_starts, start_schedules
 
 ANY_ORDER = "any order"
 _PROVEN = 1e-6
@@ -66,6 +66,7 @@ class LocalSearchSolver(Solver):
     def __init__(self, graph: Graph):
         super().__init__(graph)
         self.pool = Pool()
+        self._starts = start_schedules(Evaluator(graph))
 
     def solve(self, budget_bytes: int, options: Options) -> Solution:
         """See Solver.solve. The bound is the cost of running every node once; INFEASIBLE is proven for any order."""
@@ -83,9 +84,8 @@ class LocalSearchSolver(Solver):
         clock = Clock(options.time_limit_s)
         if options.hint is not None:
             self.pool.add(sequenced(self.graph, options.hint.sequence()))
-        elif not self.pool.front():
-            for schedule in start_schedules(Evaluator(self.graph)):
-                self.pool.add(schedule)
+        else:
+            add_starts(self.pool, self._starts, options.time_limit_s)
         recorder = Recorder(self.pool, budget_bytes, clock, options)
         recorder.raise_bound(self.graph.total_cost)
         clock.phase("start")

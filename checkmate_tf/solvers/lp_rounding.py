@@ -21,12 +21,13 @@ from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
 from checkmate_tf.solvers.linear import Outcome
 from checkmate_tf.solvers.relaxation import Relaxation, Relaxed
 from checkmate_tf.solvers.rounding import round_relaxation
-from checkmate_tf.solvers.scope import Restrictions, build_scope
+from checkmate_tf.solvers.scope import Restrictions, Scope, build_scope
 from checkmate_tf.solvers.stage_model import StageModel, build_stage_model
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
 
 _EPS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
-_WINDOWS = (None, 20, 12, 8, 5, 3)
+_WINDOWS = (3, 5, 8, 12, 20, None)
+_LARGEST = 3000  # nodes; a model has a matrix of their square, or several
 _PLACES = 12_000  # recomputable places (stage, node) of the largest model that is tried
 _DRAWS = 50  # random roundings of one relaxation
 
@@ -53,8 +54,11 @@ class LpRoundingSolver(Solver):
         if recorder.best is not None and recorder.best.cost <= self.graph.total_cost:
             recorder.raise_bound(self.graph.total_cost)
             return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of="checkmate")
-        restrictions = self._restrictions()
-        model = build_stage_model(self.graph, restrictions, build_scope(self.graph, restrictions))
+        if self.graph.n > _LARGEST:
+            clock.phase("too large")
+            return self._solution(recorder, clock)
+        restrictions, scope = self._widest()
+        model = build_stage_model(self.graph, restrictions, scope)
         clock.phase("build")
         relaxation = Relaxation(model, budget_bytes)
         random = np.random.default_rng(options.seed)
@@ -79,12 +83,17 @@ class LpRoundingSolver(Solver):
             bound_of=restrictions.model_name(),
         )
 
-    def _restrictions(self) -> Restrictions:
-        """The widest window whose model is not too large."""
+    def _widest(self) -> tuple[Restrictions, Scope]:
+        """The widest window whose model is not too large, or the narrowest."""
         forward_once = bool(self.graph.is_gradient.any())
-        choices = [Restrictions(window=window, forward_once=forward_once) for window in _WINDOWS]
-        small = (r for r in choices if build_scope(self.graph, r).again.sum() <= _PLACES)
-        return next(small, choices[-1])
+        widest = None
+        for window in _WINDOWS:
+            restrictions = Restrictions(window=window, forward_once=forward_once)
+            scope = build_scope(self.graph, restrictions)
+            if widest is not None and scope.again.sum() > _PLACES:
+                break
+            widest = restrictions, scope
+        return widest
 
     def _roundings(
         self,

@@ -7,9 +7,11 @@
     U[t,k+1] = U[t,k] - freed_t(k) + R[t,k+1] M_{k+1},  U + workspace <= B    (2, 3)
     FREE[t,i,k] = R[t,k] (1 - S[t+1,i]) prod over users j > k of i (1 - R[t,j])   (4, 5)
 
-Bytes are divided by their greatest common divisor, which changes nothing; costs are scaled to
-integers by rounding down, so a bound proven here holds. The paper makes FREE linear by num_hazards
-and a large constant (5); CP-SAT takes it as one implication per hazard and one clause.
+Bytes are divided by their greatest common divisor, which changes nothing, or where sums would still be
+too large for CP-SAT rounded down to a larger unit: then schedules found here may be above the budget,
+and are dropped. Costs are scaled to integers by rounding down, so a bound proven here holds. The paper
+makes FREE linear by num_hazards and a large constant (5); CP-SAT takes it as one implication per hazard
+and one clause.
 
 References:
     Jain et al., Checkmate, MLSys 2020, section 4; equation numbers are the paper's up to grouping.
@@ -25,11 +27,15 @@ from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
 from checkmate_tf.solvers.engines import cp_model
+from checkmate_tf.solvers.minimum import needed_bytes
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, masks_from_rows, node_blocks, rows_from_masks
-from checkmate_tf.solvers.starts import start_schedules
+from checkmate_tf.solvers.starts import add_starts, start_schedules
 
+_PROVEN = 1e-6
 _COST_STEPS = 1 << 30  # the store-all cost in CP-SAT's units
 _LARGEST = 120  # nodes; memory takes about n^3 terms
+_TERMS_PER_S = 500_000  # of memory rows, that are built and presolved
+_MOST_UNITS = 1 << 52  # all bytes in CP-SAT's units: sums of them stay far below 2^63
 
 
 class MilpSolver(Solver):
@@ -41,19 +47,21 @@ class MilpSolver(Solver):
         super().__init__(graph)
         self.evaluator = Evaluator(graph)
         self.pool = Pool()
-        for schedule in start_schedules(self.evaluator):
-            self.pool.add(schedule)
+        self._starts = start_schedules(self.evaluator)
 
     def solve(self, budget_bytes: int, options: Options) -> Solution:
         """See Solver.solve. A start within the budget is returned even when CP-SAT finds nothing better."""
         clock = Clock(options.time_limit_s)
+        add_starts(self.pool, self._starts, options.time_limit_s)
         if options.hint is not None:
             self.pool.add(self.evaluator.of_schedule(options.hint))
         recorder = Recorder(self.pool, budget_bytes, clock, options)
         if self.evaluator.store_all.peak_bytes <= budget_bytes:
             recorder.raise_bound(self.graph.total_cost)
             return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of="checkmate")
-        if self.graph.n > _LARGEST:
+        if budget_bytes < needed_bytes(self.graph, gradients_once=False).max(initial=0):
+            return self._solution(recorder, clock, status=Status.INFEASIBLE, bound_of="checkmate")
+        if self.graph.n > _LARGEST or num_terms(self.graph) > _TERMS_PER_S * clock.left_s:
             clock.phase("too large")
             return self._solution(recorder, clock)
         status = solve_exactly(self.evaluator, budget_bytes, recorder, options)
@@ -70,11 +78,7 @@ def solve_exactly(evaluator: Evaluator, budget_bytes: int, recorder: Recorder, o
     program = Program(evaluator, budget_bytes)
     if recorder.best is not None:
         program.hint(recorder.best)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = max(0.01, recorder.clock.left_s)
-    solver.parameters.num_workers = max(1, min(options.workers, 8))
-    solver.parameters.random_seed = options.seed
-    solver.parameters.relative_gap_limit = min(options.gap, 1e-6)
+    solver = cp_solver(recorder.clock.left_s, min(options.workers, 8), options.seed, min(options.gap, _PROVEN))
     found = solver.solve(program.model, _Offer(program, evaluator, recorder))
     if found == cp_model.INFEASIBLE:
         return Status.INFEASIBLE
@@ -82,9 +86,45 @@ def solve_exactly(evaluator: Evaluator, budget_bytes: int, recorder: Recorder, o
         raise RuntimeError(f"CP-SAT refused the program: {solver.status_name(found)}.")
     if solver.best_objective_bound > 0:
         recorder.raise_bound(max(evaluator.graph.total_cost, program.cost_below(solver.best_objective_bound)))
-    if found == cp_model.OPTIMAL:
+    if found == cp_model.OPTIMAL and (program.exact or recorder.gap() <= _PROVEN):
         return Status.OPTIMAL
     return Status.FEASIBLE if recorder.best is not None else Status.UNKNOWN
+
+
+def byte_unit(graph: Graph, most_units: int) -> tuple[int, bool]:
+    """Bytes per unit in which all of a graph's sizes together are at most `most_units`.
+
+    Returns:
+        The unit, and whether it divides all sizes. If it does not, sizes and the budget are to be rounded
+        down: what is within the budget stays so, and bounds and proofs of infeasibility hold.
+    """
+    sizes = [*graph.out_bytes.tolist(), *graph.workspace_bytes.tolist()]
+    unit, total = math.gcd(*sizes) or 1, sum(map(abs, sizes))
+    if total // unit <= most_units:
+        return unit, True
+    return -(-total // most_units), False
+
+
+def num_terms(graph: Graph) -> int:
+    """Terms of the program's memory rows: for each stage t and k <= t, what is held, computed and released by then."""
+    released = np.cumsum(np.cumsum([1 + len(deps) for deps in graph.deps]))
+    stages = np.arange(graph.n)
+    return int(((stages + 1) * (3 * stages + 2) // 2 + released).sum())
+
+
+def cp_solver(time_limit_s: float, workers: int, seed: int, gap: float) -> cp_model.CpSolver:
+    """CP-SAT without the part of its presolve that miscounts.
+
+    Where Boolean terms of a row sum up to more than 2^31, OR-Tools 9.15 may drop the condition under which
+    the row holds, and call what is not optimal OPTIMAL, or INFEASIBLE what is not (its issue 5293).
+    """
+    solver = cp_model.CpSolver()
+    solver.parameters.presolve_inclusion_work_limit = 0
+    solver.parameters.max_time_in_seconds = max(0.01, time_limit_s)
+    solver.parameters.num_workers = max(1, workers)
+    solver.parameters.random_seed = seed
+    solver.parameters.relative_gap_limit = gap
+    return solver
 
 
 class _Offer(cp_model.CpSolverSolutionCallback):
@@ -102,6 +142,7 @@ class Program:
 
     Attributes:
         model: For CP-SAT.
+        exact: Memory is counted to the byte; off where sizes had to be rounded down.
         R: (t, i), i < t -> is i recomputed in stage t; R[t, t] is 1 and has no variable.
         S: (t, i), i < t -> is i held into stage t.
     """
@@ -110,7 +151,7 @@ class Program:
         self.model = cp_model.CpModel()
         self.graph, self._evaluator = evaluator.graph, evaluator
         graph = self.graph
-        self._unit = math.gcd(*graph.out_bytes.tolist(), *graph.workspace_bytes.tolist()) or 1
+        self._unit, self.exact = byte_unit(graph, _MOST_UNITS)
         self._budget = (budget_bytes - graph.fixed_bytes) // self._unit
         self._size = (graph.out_bytes // self._unit).tolist()
         self._workspace = (graph.workspace_bytes // self._unit).tolist()

@@ -270,7 +270,7 @@ class Search:
             near.program.rows.num_rows,
             answer.outcome.value,
             seconds,
-            found.cost / self._model.graph.total_cost if found else float("nan"),
+            found.cost / self._model.unit_cost if found else float("nan"),
             found.peak_bytes / self._budget_bytes if found else float("nan"),
         )
         return _Round(kind, found, answer.outcome, seconds)

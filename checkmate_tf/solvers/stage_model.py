@@ -32,6 +32,7 @@ from checkmate_tf.solvers.linear import (
     AT_UPPER,
     BASIC,
     FIXED,
+    NEXT_TO_NOTHING,
     ONE,
     ZERO,
     Basis,
@@ -42,6 +43,8 @@ from checkmate_tf.solvers.linear import (
 )
 from checkmate_tf.solvers.scope import Restrictions, Scope, build_scope
 from checkmate_tf.solvers.staged import StagedSchedule, masks_from_rows, rows_from_masks
+
+_SLACK = 1e-8  # of all bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,6 +99,11 @@ class StageModel:
         return len(self.memory_constant)
 
     @property
+    def slack_bytes(self) -> float:
+        """What is added to the budget where a bound or a proof is at stake, as engines are not exact to the byte."""
+        return _SLACK * self.unit_bytes
+
+    @property
     def num_rows_before_cuts(self) -> int:
         """Rows of `linear_model` before the cuts."""
         return self.logic.num_rows + self.num_places
@@ -126,8 +134,8 @@ class StageModel:
         )
 
     def upper_bounds(self, budget_bytes: float) -> np.ndarray:
-        """Upper bounds of all columns: 1 for decisions, the budget for V (5)."""
-        available = (budget_bytes - self.graph.fixed_bytes) / self.unit_bytes
+        """Upper bounds of all columns: 1 for decisions, the budget and `slack_bytes` for V (5)."""
+        available = (budget_bytes - self.graph.fixed_bytes + self.slack_bytes) / self.unit_bytes
         return np.concatenate([np.ones(self.num_columns), np.full(self.num_places, available)])
 
     def hold_all_basis(self) -> Basis:
@@ -203,15 +211,26 @@ def build_stage_model(graph: Graph, restrictions: Restrictions, scope: Scope | N
     return _Builder(graph, restrictions, scope or build_scope(graph, restrictions)).build()
 
 
+def _scaled_sizes(graph: Graph, unit_bytes: float) -> tuple[np.ndarray, np.ndarray]:
+    """Output and workspace of each node in units, lowered where a coefficient of theirs would be next to nothing."""
+    size = _lowered(graph.out_bytes / unit_bytes)
+    workspace = _lowered(graph.workspace_bytes / unit_bytes)
+    return size, _lowered(size + workspace) - size
+
+
+def _lowered(values: np.ndarray) -> np.ndarray:
+    tiny = np.where(values < 0, -2 * NEXT_TO_NOTHING, 0.0)
+    return np.where(np.abs(values) <= NEXT_TO_NOTHING, tiny, values)
+
+
 class _Builder:
     def __init__(self, graph: Graph, restrictions: Restrictions, scope: Scope):
         self.graph = graph
         self.restrictions = restrictions
         self.scope = scope
-        self.unit_bytes = max(1.0, float(graph.out_bytes.sum()))
+        self.unit_bytes = max(1.0, float(graph.out_bytes.sum()), float(np.abs(graph.workspace_bytes).max(initial=0)))
         self.unit_cost = graph.total_cost or 1.0
-        self.bytes = graph.out_bytes / self.unit_bytes
-        self.workspace = graph.workspace_bytes / self.unit_bytes
+        self.bytes, self.workspace = _scaled_sizes(graph, self.unit_bytes)
         self.block_of = np.zeros(graph.n, np.int64)
         for t, (first, end) in enumerate(self.scope.blocks):
             self.block_of[first:end] = t

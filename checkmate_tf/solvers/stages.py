@@ -1,7 +1,8 @@
 """The main engine: stage model, relaxation, rounding, neighborhood search.
 
-The bound is the relaxation's, for the stage model that was solved: `Solution.bound_of` names what
-that model leaves out. Every schedule counts that was ever seen, whichever model it came from.
+The bound is that of one instant, for any schedule in the graph's order (`solvers.instant`), or where it
+is higher the relaxation's, for the stage model that was solved: `Solution.bound_of` names what that
+model leaves out. Every schedule counts that was ever seen, whichever model it came from.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
+from checkmate_tf.solvers.instant import BOUND_OF, least_cost
 from checkmate_tf.solvers.large import LARGE, improve
 from checkmate_tf.solvers.linear import (
     Engine,
@@ -35,7 +36,7 @@ from checkmate_tf.solvers.scope import Restrictions, Scope, build_scope
 from checkmate_tf.solvers.search import Search
 from checkmate_tf.solvers.stage_model import StageModel, build_stage_model
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
-from checkmate_tf.solvers.starts import start_schedules
+from checkmate_tf.solvers.starts import add_starts, start_schedules
 
 _LOG = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ _WIDE = (Restrictions(), Restrictions(window=20), Restrictions(window=10), Restr
 _FIRST_RESTRICTED = 2  # model to begin with at the earliest, as what is left out makes the relaxation tighter,
 _SMALL = 80  # unless the graph has at most so many nodes
 _CUT_GAIN = 5e-3  # least relative gain of a bound for which cuts are taken
-_START_SHARE = 0.2  # of the time limit, for the schedules that need no search
+_INSTANT_SHARE = 0.1  # of the time left, for the first bound
 _RELAX_SHARE = 0.4  # of the time left, for one relaxation
 _SEARCH_SHARE = 0.8  # of the time limit, unless rounds stop paying before; then one worker raises the bound
 _PATIENCE = 5.0  # of the other worker meanwhile
@@ -70,6 +71,7 @@ _IMPATIENCE = 0.4
 _BOUNDED = 6000  # columns of a model that branch and bound says more about than its relaxation
 _TICK_S = 0.05
 _BOUND_LEAST_S = 0.5
+_PROVEN = 1e-6
 _CLOSE = 5e-3  # a gap that is not worth raising the bound for
 _QUICK = 4000  # recomputable places (stage, node) of a model whose relaxation takes about a second
 _LARGE = 40000  # and of one that is not tried
@@ -86,7 +88,7 @@ class StagesSolver(Solver):
         self.evaluator = Evaluator(graph)
         self.pool = Pool()
         self._models = _MODELS if graph.is_gradient.any() else _PER_NODE
-        self._seeded = False
+        self._starts = start_schedules(self.evaluator)
         self._least_bytes = int(needed_bytes(graph, gradients_once=True).max(initial=0))
         self._relaxations: dict[Restrictions, Relaxation] = {}
         self._infeasible_bytes: dict[Restrictions, int] = {}
@@ -103,10 +105,14 @@ class StagesSolver(Solver):
             return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of="checkmate")
         if budget_bytes < self._least_bytes:
             return self._solution(recorder, clock, status=Status.INFEASIBLE, bound_of=self._models[0].model_name())
+        whole = least_cost(self.graph, budget_bytes, _INSTANT_SHARE * clock.left_s, options.stop)
+        recorder.raise_bound(whole)
+        clock.phase("instant")
+        if recorder.gap() <= _PROVEN:
+            return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of=BOUND_OF)
         if self.graph.n > LARGE and self.graph.is_gradient.any():
-            recorder.raise_bound(self.graph.total_cost)
             improve(self.evaluator, budget_bytes, recorder, options)
-            return self._solution(recorder, clock, bound_of="checkmate")
+            return self._solution(recorder, clock, bound_of=BOUND_OF)
         restrictions, relaxed = self._relax(budget_bytes, clock)
         clock.phase("relax")
         if relaxed.x is None:
@@ -115,7 +121,8 @@ class StagesSolver(Solver):
                 self._wide_search(budget_bytes, recorder, options).run(self.pool.front())
                 clock.phase("search")
             status = Status.INFEASIBLE if proven else None
-            return self._solution(recorder, clock, status=status, bound_of=restrictions.model_name())
+            bound_of = restrictions.model_name() if proven else BOUND_OF
+            return self._solution(recorder, clock, status=status, bound_of=bound_of)
         recorder.raise_bound(relaxed.bound)
         relaxation = self._relaxations[restrictions]
         relaxed, cut = self._tighten(relaxation, relaxed, budget_bytes, recorder)
@@ -135,12 +142,12 @@ class StagesSolver(Solver):
             if bounded and inside is not None and recorder.gap() > max(options.gap, _CLOSE):
                 self._close_gap(relaxation.model, cut, search, inside, budget_bytes, recorder, options)
                 clock.phase("bound")
-        proven = recorder.gap() <= 1e-6
+        proven = recorder.gap() <= _PROVEN
         return self._solution(
             recorder,
             clock,
             status=Status.OPTIMAL if proven else Status.FEASIBLE,
-            bound_of=restrictions.model_name(),
+            bound_of=restrictions.model_name() if recorder.bound > whole else BOUND_OF,
         )
 
     def smallest(self, target_bytes: int, options: Options) -> StagedSchedule:
@@ -164,13 +171,7 @@ class StagesSolver(Solver):
         """Puts the schedules that need no search into the pool."""
         if options.hint is not None:
             self.pool.add(self.evaluator.of_schedule(options.hint))
-        if not self._seeded:
-            self._seeded = True
-            began = time.perf_counter()
-            for schedule in start_schedules(self.evaluator):
-                self.pool.add(schedule)
-                if time.perf_counter() - began > _START_SHARE * options.time_limit_s:
-                    break
+        add_starts(self.pool, self._starts, options.time_limit_s)
 
     def _ladder(self) -> Iterator[Restrictions]:
         """Models to try until one is not infeasible at the budget: the least restricted quick one, then larger ones."""
@@ -284,7 +285,7 @@ def _whole_program(model: StageModel, incumbent: StagedSchedule, budget_bytes: i
     Rows that name every value in use let branch and bound find knapsack cuts; the chain of (4) hides them.
     """
     x, columns = model.encode(incumbent), model.num_columns
-    program = build_neighborhood(model, x, np.ones(columns, bool), budget_bytes).program
+    program = build_neighborhood(model, x, np.ones(columns, bool), budget_bytes + model.slack_bytes).program
     priced = np.nonzero(model.cost)[0]
     cutoff = SparseRows(
         np.zeros(len(priced), np.int64),

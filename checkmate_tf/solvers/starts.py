@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
 
 from checkmate_tf.baselines.chen import chen_schedules, segment_schedule, uniform_checkpoints
+from checkmate_tf.solvers.base import Pool
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, gradient_blocks, mask_of
 
 _LARGE = 3000  # nodes from which an evaluation takes about a second,
 _FEW = 8  # and so many are made
+_START_SHARE = 0.2  # of the time limit, for these schedules
 _LOOKAHEAD = (0, 2, 8, 32)  # stages
 
 
@@ -29,6 +32,15 @@ def start_schedules(evaluator: Evaluator) -> Iterator[StagedSchedule]:
         checkpoints = uniform_checkpoints(range(forward), int(segments))
         for stages in _LOOKAHEAD:
             yield lookahead_schedule(evaluator, checkpoints, stages)
+
+
+def add_starts(pool: Pool, starts: Iterator[StagedSchedule], time_limit_s: float) -> None:
+    """Puts the next of `start_schedules` into the pool until time is up, at least one; another call goes on there."""
+    began = time.perf_counter()
+    for schedule in starts:
+        pool.add(schedule)
+        if time.perf_counter() - began > _START_SHARE * time_limit_s:
+            return
 
 
 def lookahead_schedule(evaluator: Evaluator, checkpoints: list[int], stages: int) -> StagedSchedule:

@@ -68,7 +68,7 @@ def test_a_sweep_that_is_cut_short_goes_on_in_the_next_call(strategy):
     whole.solve(networks.ROOMY, Options())
     solver = create(strategy, graph)
     costs = []
-    for _ in range(60):
+    for _ in range(100):
         solution = solver.solve(graph.num_forward + 1, Options(time_limit_s=0.0))
         costs.append(solution.cost if solution.schedule is not None else float("inf"))
     assert [s.sequence() for s in solver.front()] == [s.sequence() for s in whole.front()]

@@ -45,6 +45,10 @@ def test_a_file_without_version_and_peak_is_read(tmp_path):
     assert graph.store_all_peak_bytes == 4
 
 
+def test_an_edge_that_is_named_twice_is_one_edge(tmp_path):
+    assert read(tmp_path, content(edges=[[0, 1], [0, 1]])).deps == ((), (0,))
+
+
 def test_store_all_peak_counts_workspace_and_fixed_bytes():
     graph = Graph.build([1] * 3, [5, 3, 2], [(0, 1), (1, 2)], workspace_bytes=[0, 4, 0], fixed_bytes=10)
     assert graph.store_all_peak_bytes == 10 + 5 + 3 + 4
@@ -86,6 +90,10 @@ def test_store_all_peak_counts_workspace_and_fixed_bytes():
         (content(edges=[[0, 1.0]]), r"edges\[0\] must be a pair"),
         (content(edges=[[False, True]]), r"edges\[0\] must be a pair"),
         (content(edges=[[0, 1], [1, 0]]), r"edges\[1\] must go from a lower to a higher node index in 0\.\.1"),
+        (content(edges=[[1, 1]]), r"edges\[0\] must go from a lower to a higher node index.*got \[1, 1\]"),
+        (content(edges=[[0, 10**30]]), r"edges\[0\] must go from a lower to a higher"),
+        (content(nodes=[node(cost=5e-324)] * 2), "all costs together must be 0 or 1e-200 to"),
+        (content(nodes=[node(workspace=1 << 62)] * 2), "all bytes together"),
         (content(edges=[[0, 2]]), r"edges\[0\] must go from a lower to a higher"),
         (content(edges=[[-1, 1]]), r"edges\[0\] must go from a lower to a higher"),
         (content(edges=[["x" * 500, list(range(500))]]), r"edges\[0\] must be a pair of node indices; got \S{0,60}"),

@@ -10,6 +10,8 @@ from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Status
 from checkmate_tf.solvers import create
 from checkmate_tf.solvers.engines import cp_model
+from checkmate_tf.solvers.instant import bound_at, dual_bound, least_cost
+from checkmate_tf.solvers.linear import LinearModel, SparseRows
 from checkmate_tf.solvers.milp import Program
 from checkmate_tf.solvers.minimum import needed_bytes
 from checkmate_tf.solvers.staged import Evaluator
@@ -76,3 +78,45 @@ def test_no_bound_is_above_the_optimum(strategy):
         if solution.status is Status.OPTIMAL and "restricted" not in solution.bound_of:
             assert cost == pytest.approx(best), seed
     assert bounds >= GRAPHS // 2
+
+
+def test_no_instant_gives_a_bound_above_the_optimum():
+    """Whatever the instant; and the one with the most bytes often gives the optimum."""
+    tight, dearer = 0, 0
+    for seed in range(GRAPHS):
+        graph, budget = case(seed)
+        best = optimum(seed, False)
+        for instant in range(graph.n):
+            assert bound_at(graph, instant, budget, 5.0) <= best * (1 + 1e-9), (seed, instant)
+        if graph.total_cost < best < np.inf:
+            dearer += 1
+            tight += least_cost(graph, budget, 5.0) == pytest.approx(best)
+    assert dearer >= 30
+    assert tight >= 0.1 * dearer
+
+
+def test_the_instant_of_a_chain():
+    """At the end of the forward pass a third of the values fits; the others run again."""
+    graph = small.chain(300)
+    assert graph.store_all_bytes.argmax() == 300
+    bound = least_cost(graph, 102, 5.0)
+    assert bound == pytest.approx(graph.total_cost + 300 - 101)
+
+
+def test_bad_duals_make_a_low_bound_and_not_a_false_one():
+    """min x + y with x + y >= 1 and x <= 1/2."""
+    rows = SparseRows(
+        np.array([0, 0, 1]), np.array([0, 1, 0]), np.ones(3), np.array([1.0, -np.inf]), np.array([np.inf, 0.5]), 2
+    )
+    model = LinearModel(rows, np.ones(2), np.zeros(2), np.ones(2), np.zeros(2, bool))
+    assert dual_bound(model, np.array([1.0, 0.0])) == 1.0
+    for duals in ([2.0, 0.0], [-1.0, 3.0], [5.0, -7.0], [0.0, 0.0]):
+        assert dual_bound(model, np.array(duals)) <= 1.0
+
+
+def test_a_bound_without_anything_to_drop():
+    one = Graph.build([1.0], [4], [])
+    assert least_cost(one, 4, 1.0) == 1.0
+    free = small.train_graph([(0, 1), (1, 2)], [3, 3, 3], [0, 0, 0])
+    assert least_cost(free, 12, 1.0) == 0.0
+    assert least_cost(small.chain(5), 0, 1.0) >= small.chain(5).total_cost

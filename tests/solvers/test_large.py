@@ -51,5 +51,6 @@ def test_a_large_graph_is_solved_by_parts(monkeypatch):
     assert peak == solution.peak_bytes <= budget
     assert cost == pytest.approx(solution.cost)
     assert "merged" in solution.phases_s
-    assert (solution.bound, solution.bound_of) == (graph.total_cost, "checkmate")
-    assert cost <= 1.2 * graph.total_cost
+    assert solution.bound_of == "checkmate"
+    assert 1.05 * graph.total_cost < solution.bound
+    assert cost <= 1.05 * solution.bound

@@ -13,6 +13,7 @@ import pytest
 
 from checkmate_tf import cli
 from checkmate_tf.core.graph_file import read_graph, read_sequence, write_graph
+from checkmate_tf.solvers import minimum_budget
 
 ROOT = Path(__file__).parents[2]
 KEYS = {
@@ -63,6 +64,19 @@ def test_proven_infeasibility_is_status_3(graph_file, capsys, tmp_path):
     assert not out.exists()
 
 
+def test_the_exact_minimum_is_enough_and_one_byte_less_is_not(graph_file, capsys):
+    path = graph_file(small.chain(5))
+    least = minimum_budget(small.chain(5)).budget_bytes
+    assert solve(capsys, path, "--budget", least, "--time-limit", 2)[0] == 0
+    assert solve(capsys, path, "--budget", least - 1, "--time-limit", 2)[0] == 3
+
+
+@pytest.mark.parametrize("budget", [2**62, 2**63 - 1, 2**63, 2**80])
+def test_budgets_of_64_bits_and_more_are_plenty(graph_file, capsys, budget):
+    status, found = solve(capsys, graph_file(small.chain(5)), "--budget", budget, "--time-limit", 2)
+    assert (status, found["status"], found["cost_increase_percent"]) == (0, "optimal", 0.0)
+
+
 def test_nothing_found_is_status_4(graph_file, capsys):
     status, found = solve(capsys, graph_file(small.chain(5)), "--budget-fraction", 0.7, "--strategy", "checkpoint_all")
     assert (status, found["status"]) == (4, "unknown")
@@ -72,6 +86,8 @@ def test_nothing_found_is_status_4(graph_file, capsys):
     ("options", "message"),
     [
         ("--budget 0", "must be positive"),
+        ("--budget 1e400", "whole bytes or a size"),
+        ("--budget nan", "whole bytes or a size"),
         ("--budget 1.5", "whole bytes or a size such as 4GiB; got '1.5'"),
         ("--budget auto", "got 'auto'"),
         ("--budget-fraction 1.5", "above 0 and at most 1"),
