@@ -17,6 +17,7 @@ import numpy as np
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
+from checkmate_tf.solvers.chain_bound import chain_bound
 from checkmate_tf.solvers.large import LARGE, improve
 from checkmate_tf.solvers.linear import (
     Engine,
@@ -70,6 +71,7 @@ _IMPATIENCE = 0.4
 _BOUNDED = 6000  # columns of a model that branch and bound says more about than its relaxation
 _TICK_S = 0.05
 _BOUND_LEAST_S = 0.5
+_PROVEN = 1e-6
 _CLOSE = 5e-3  # a gap that is not worth raising the bound for
 _QUICK = 4000  # recomputable places (stage, node) of a model whose relaxation takes about a second
 _LARGE = 40000  # and of one that is not tried
@@ -87,6 +89,7 @@ class StagesSolver(Solver):
         self.pool = Pool()
         self._models = _MODELS if graph.is_gradient.any() else _PER_NODE
         self._seeded = False
+        self._chain = chain_bound(graph)
         self._least_bytes = int(needed_bytes(graph, gradients_once=True).max(initial=0))
         self._relaxations: dict[Restrictions, Relaxation] = {}
         self._infeasible_bytes: dict[Restrictions, int] = {}
@@ -107,6 +110,12 @@ class StagesSolver(Solver):
             recorder.raise_bound(self.graph.total_cost)
             improve(self.evaluator, budget_bytes, recorder, options)
             return self._solution(recorder, clock, bound_of="checkmate")
+        if self._chain is not None:
+            recorder.offer(self._chain.schedule(self.evaluator, budget_bytes))
+            recorder.raise_bound(self._chain.cost(budget_bytes))
+            if recorder.gap() <= _PROVEN:
+                clock.phase("revolve")
+                return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of="forward-once")
         restrictions, relaxed = self._relax(budget_bytes, clock)
         clock.phase("relax")
         if relaxed.x is None:
@@ -135,7 +144,7 @@ class StagesSolver(Solver):
             if bounded and inside is not None and recorder.gap() > max(options.gap, _CLOSE):
                 self._close_gap(relaxation.model, cut, search, inside, budget_bytes, recorder, options)
                 clock.phase("bound")
-        proven = recorder.gap() <= 1e-6
+        proven = recorder.gap() <= _PROVEN
         return self._solution(
             recorder,
             clock,
