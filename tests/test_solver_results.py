@@ -71,6 +71,24 @@ def test_the_table_names_graphs_once_per_budget_and_strategy(solvers):
             seen.add(key)
 
 
+def test_ratios_are_means_over_the_budgets_that_a_strategy_met(solvers):
+    rows = [
+        {"graph": "g", "time_limit_s": 9.0, "budget": budget, "strategy": strategy, "cost": cost}
+        for budget, strategy, cost in [
+            (0.9, "auto", 10.0),
+            (0.9, "chen_sqrt", 20.0),
+            (0.5, "auto", 12.0),
+            (0.5, "chen_sqrt", 6.0),
+            (0.3, "auto", 3.0),
+            (0.3, "chen_sqrt", None),
+            (0.1, "auto", None),
+        ]
+    ]
+    means = solvers.ratios(rows)["g", 9.0]
+    assert means["chen_sqrt"] == (pytest.approx(2**0.5), 2, 3)
+    assert means["auto"] == (pytest.approx(2 ** (1 / 3)), 3, 3)
+
+
 RESULT = ROOT / "experiments" / "results" / "solvers.json"
 
 

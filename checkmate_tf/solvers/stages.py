@@ -17,6 +17,7 @@ import numpy as np
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
+from checkmate_tf.solvers.chain_bound import chain_bound
 from checkmate_tf.solvers.instant import BOUND_OF, least_cost
 from checkmate_tf.solvers.large import LARGE, improve
 from checkmate_tf.solvers.linear import (
@@ -89,6 +90,7 @@ class StagesSolver(Solver):
         self.pool = Pool()
         self._models = _MODELS if graph.is_gradient.any() else _PER_NODE
         self._starts = start_schedules(self.evaluator)
+        self._chain = chain_bound(graph)
         self._least_bytes = int(needed_bytes(graph, gradients_once=True).max(initial=0))
         self._relaxations: dict[Restrictions, Relaxation] = {}
         self._infeasible_bytes: dict[Restrictions, int] = {}
@@ -113,6 +115,12 @@ class StagesSolver(Solver):
         if self.graph.n > LARGE and self.graph.is_gradient.any():
             improve(self.evaluator, budget_bytes, recorder, options)
             return self._solution(recorder, clock, bound_of=BOUND_OF)
+        if self._chain is not None:
+            recorder.offer(self._chain.schedule(self.evaluator, budget_bytes))
+            recorder.raise_bound(self._chain.cost(budget_bytes))
+            if recorder.gap() <= _PROVEN:
+                clock.phase("revolve")
+                return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of="forward-once")
         restrictions, relaxed = self._relax(budget_bytes, clock)
         clock.phase("relax")
         if relaxed.x is None:

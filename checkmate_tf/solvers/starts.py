@@ -7,7 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from checkmate_tf.baselines.articulation import articulation_points
 from checkmate_tf.baselines.chen import chen_schedules, segment_schedule, uniform_checkpoints
+from checkmate_tf.baselines.griewank import binomial_slots
+from checkmate_tf.baselines.retention import nested_schedule, restored_states
 from checkmate_tf.solvers.base import Pool
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, gradient_blocks, mask_of
 
@@ -15,10 +18,12 @@ _LARGE = 3000  # nodes from which an evaluation takes about a second,
 _FEW = 8  # and so many are made
 _START_SHARE = 0.2  # of the time limit, for these schedules
 _LOOKAHEAD = (0, 2, 8, 32)  # stages
+_SLOTS = 12  # numbers of stored states that revolve is given,
+_DEEP = 100  # and not a single one on networks with more states: that takes their number's square
 
 
 def start_schedules(evaluator: Evaluator) -> Iterator[StagedSchedule]:
-    """Everything stored, Chen's segments, and little stored, with every look-ahead."""
+    """Everything stored, Chen's segments, revolve's, and little stored, with every look-ahead."""
     yield evaluator.store_all
     forward = evaluator.graph.num_forward
     if forward < 2 or forward == evaluator.graph.n:
@@ -28,6 +33,7 @@ def start_schedules(evaluator: Evaluator) -> Iterator[StagedSchedule]:
             yield segment_schedule(evaluator, uniform_checkpoints(range(forward), int(segments)))
         return
     yield from chen_schedules(evaluator)
+    yield from revolve_schedules(evaluator)
     for segments in np.unique([1, *np.geomspace(4, forward, 4).round()]).astype(int):
         checkpoints = uniform_checkpoints(range(forward), int(segments))
         for stages in _LOOKAHEAD:
@@ -41,6 +47,15 @@ def add_starts(pool: Pool, starts: Iterator[StagedSchedule], time_limit_s: float
         pool.add(schedule)
         if time.perf_counter() - began > _START_SHARE * time_limit_s:
             return
+
+
+def revolve_schedules(evaluator: Evaluator) -> Iterator[StagedSchedule]:
+    """Revolve on the articulation points, with several numbers of slots."""
+    candidates = articulation_points(evaluator.graph)
+    states = restored_states(evaluator.graph, candidates)
+    fewest = 1 if states <= _DEEP else 2
+    for slots in np.unique(np.geomspace(fewest, states, _SLOTS).round()).astype(int):
+        yield nested_schedule(evaluator, candidates, binomial_slots(states, int(slots)))
 
 
 def lookahead_schedule(evaluator: Evaluator, checkpoints: list[int], stages: int) -> StagedSchedule:
