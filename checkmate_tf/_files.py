@@ -6,6 +6,9 @@ import contextlib
 import os
 import pathlib
 import threading
+from collections.abc import Mapping
+
+from checkmate_tf.errors import FileError
 
 
 def write_atomically(path: str | os.PathLike, text: str) -> None:
@@ -24,3 +27,27 @@ def write_atomically(path: str | os.PathLike, text: str) -> None:
         with contextlib.suppress(OSError):
             new.unlink()
         raise
+
+
+def check_fingerprint(path: str | os.PathLike, what: str, found: Mapping, expected: Mapping) -> None:
+    """Refuses to go on from a file of something else.
+
+    Args:
+        path: The file.
+        what: What it must hold.
+        found: What the figures in it depend on.
+        expected: The same of those that are to be added.
+
+    Raises:
+        FileError: They differ; the message says in what.
+    """
+    differing = [
+        f"{name} was {found.get(name)!r} and is {expected.get(name)!r}"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
+    if differing:
+        raise FileError(
+            f"{os.fspath(path)} must hold {what} to be gone on with; in it {'; '.join(differing)}. "
+            f"Give another path, or remove the file."
+        )

@@ -279,6 +279,7 @@ def max_batch_size(
     time_limit_s: float = 30.0,
     implementations: str = "exact",
     measure: bool = False,
+    path: str | os.PathLike | None = None,
     cache_dir: str | os.PathLike | None = None,
     verbose: bool | str = "auto",
 ) -> MaxBatchSize:
@@ -299,11 +300,14 @@ def max_batch_size(
         time_limit_s: Seconds of search for each size that is tried.
         implementations: As for `compile`.
         measure: Also run some steps at the size that was found, on zeros; every variable gets its value back.
+        path: JSON file that holds the sizes that were tried, after each of them. A later call with the same model,
+            batch, budget and options goes on from there, after an interruption or to measure as well.
         cache_dir: Folder for measured ops and found schedules; by default in the user's cache folder.
         verbose: Whether to show progress; "auto": on a terminal.
 
     Raises:
         BudgetError, ModelError, OptionError: An argument means nothing; the message says what to do.
+        FileError: `path` holds something else; the message says what differs. It is left as it is.
         NoScheduleFound: No batch was found to fit.
 
     References:
@@ -317,7 +321,7 @@ def max_batch_size(
             f"got {max_overhead!r}."
         )
     settings = _settings(budget, strategy, time_limit_s, implementations, "profile", cache_dir, verbose)
-    return max_batch.find(model, settings, input_spec, max_overhead=max_overhead, measure=measure)
+    return max_batch.find(model, settings, input_spec, max_overhead=max_overhead, measure=measure, path=path)
 
 
 def strategies() -> tuple[str, ...]:

@@ -94,7 +94,7 @@ class MaxBatchSize:
         return "\n".join(["checkmate_tf largest batch", *aligned(rows)])
 
 
-def largest_that(fits: Callable[[int], bool], *, below: int, guess: int) -> int:
+def largest_that(fits: Callable[[int], bool], *, below: int, guess: int, between: tuple[int, int] | None = None) -> int:
     """The largest size for which `fits` holds, to within `TOLERANCE`; 0 if it holds for none.
 
     Strides from the guess until the answer lies between two sizes, then halves the interval.
@@ -103,8 +103,9 @@ def largest_that(fits: Callable[[int], bool], *, below: int, guess: int) -> int:
         fits: Taken to be true up to some size and false from there on.
         below: A size, at least 1, that is known not to fit.
         guess: Where to begin.
+        between: A size that is known to fit, or 0, and one that is known not to, or `below`: where to go on from.
     """
-    low, high = 0, below
+    low, high = between or (0, below)
     while high - low > max(1, TOLERANCE * low):
         if low == 0:
             size = guess if high == below else math.floor(high / _STRIDE)

@@ -8,10 +8,9 @@ import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from checkmate_tf._files import write_atomically
+from checkmate_tf._files import check_fingerprint, write_atomically
 from checkmate_tf.budget import format_bytes
 from checkmate_tf.core.problem import Status
-from checkmate_tf.errors import FileError
 from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.planner import Planner
 from checkmate_tf.tradeoff import CurvePoint, TradeoffCurve
@@ -30,17 +29,7 @@ def started(path: str | os.PathLike | None, fresh: TradeoffCurve) -> TradeoffCur
     if path is None or not pathlib.Path(path).exists():
         return fresh
     found = TradeoffCurve.read(path)
-    names = sorted(found.fingerprint.keys() | fresh.fingerprint.keys())
-    differing = [
-        f"{name} was {found.fingerprint.get(name)!r} and is {fresh.fingerprint.get(name)!r}"
-        for name in names
-        if found.fingerprint.get(name) != fresh.fingerprint.get(name)
-    ]
-    if differing:
-        raise FileError(
-            f"{os.fspath(path)} must hold points of this same curve to be gone on with; in it "
-            f"{'; '.join(differing)}. Give another path, or remove the file."
-        )
+    check_fingerprint(path, "points of this same curve", found.fingerprint, fresh.fingerprint)
     return found
 
 

@@ -1,6 +1,8 @@
-"""Writes the tables of `results/within_budget*.json` into the README, each between its two markers.
+"""Writes what README.md quotes of `results/*.json` between its markers, and draws its picture.
 
-python experiments/readme_table.py
+    python experiments/readme_table.py
+
+A result that has not been measured yet leaves a line that says with which command it is.
 """
 
 from __future__ import annotations
@@ -8,49 +10,148 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
+from collections.abc import Iterator
+
+from matplotlib.figure import Figure
+
+from checkmate_tf.plots import style
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
-TABLES = {"measured": RESULTS / "within_budget.json", "fused": RESULTS / "within_budget_fused.json"}
+PICTURE = RESULTS / "within_budget.png"
 _MIB = 1 << 20
+_HALF = "0.5"
+_DEAREST = 1.6  # that the picture shows: beyond it are the smallest budgets of some models
 
 
-def table(result: dict) -> str:
-    """The result as Markdown."""
+def measured_table(result: dict) -> str:
+    """Every row of `within_budget.py`."""
     lines = [
         "| model | plain peak | budget | measured peak | predicted | step time / plain | predicted overhead | gap |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    lines += [_line(row) for row in result["rows"]]
+    lines += [_measured_line(row) for row in result["rows"]]
     return "\n".join(lines)
 
 
-def _line(row: dict) -> str:
+def _measured_line(row: dict) -> str:
     if "error" in row:
         return f"| {row['case']} | | {row['budget']} | {row['error']} | | | | |"
-    part = row["measured_peak_bytes"] / row["plain_peak_bytes"]
     error = row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1
     gap = "" if row["gap"] is None else f"{100 * row['gap']:.2f} %"
     return (
         f"| {row['case']} | {row['plain_peak_bytes'] / _MIB:.0f} MiB | {row['budget']} "
-        f"({row['budget_bytes'] / _MIB:.0f} MiB) | {row['measured_peak_bytes'] / _MIB:.0f} MiB ({part:.2f}) "
+        f"({row['budget_bytes'] / _MIB:.0f} MiB) | {row['measured_peak_bytes'] / _MIB:.0f} MiB ({_part(row):.2f}) "
         f"| {100 * error:+.1f} % | {row['time_ratio']:.2f} | {row['predicted_overhead']:.3f} | {gap} |"
     )
 
 
-def with_table(readme: str, name: str, result: dict) -> str:
-    """The README with the table of that name replaced."""
-    begin = readme.index("\n", readme.index(f"<!-- {name} table: begin")) + 1
-    return readme[:begin] + table(result) + "\n" + readme[readme.index(f"<!-- {name} table: end -->") :]
+def glance_table(result: dict) -> str:
+    """One row per model: half of the memory, or the smallest part of it that was asked for and planned."""
+    lines = ["| model | memory of plain Keras | planned | its step takes |", "|---|---|---|---|"]
+    for rows in _by_case(result):
+        parts = [row for row in rows if row["budget"] != "min"]
+        row = next((row for row in parts if row["budget"] == _HALF), min(parts, key=_part))
+        plain, planned = (f"{row[f'{whose}_peak_bytes'] / _MIB:.0f} MiB" for whose in ("plain", "measured"))
+        time = f"{row['time_ratio']:.2f} times as long"
+        lines.append(f"| {row['case']} | {plain} | {planned} ({_part(row):.2f}) | {time} |")
+    return "\n".join(lines)
+
+
+def peers_table(result: dict) -> str:
+    """Every row of `peers.py`: peak and time of the peer and of the plan in the same memory, and who is right."""
+    lines = [
+        "| model | peer | its peak | its step time | planned peak | planned step time | gradients | statistics |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_peers_line(row) for row in result["rows"]]
+    return "\n".join(lines)
+
+
+def _peers_line(row: dict) -> str:
+    if "error" in row:
+        return f"| {row['case']} | {row['peer']} | does not run: {row['error']} | | | | | |"
+    cells = [row["case"], row["peer"], *_against_plain(row, "peer"), *_against_plain(row, "planned")]
+    cells += [
+        f"{_error(row.get(f'peer_{what}_error'))} / {_error(row.get(f'planned_{what}_error'))}"
+        for what in ("gradient", "statistics")
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _against_plain(row: dict, whose: str) -> tuple[str, str]:
+    """Peak and step time, as parts of plain Keras's."""
+    if f"{whose}_peak_bytes" not in row:
+        return "no plan found", ""
+    return f"{row[f'{whose}_peak_bytes'] / row['plain_peak_bytes']:.2f}", f"{row[f'{whose}_time_ratio']:.2f}"
+
+
+def _error(distance: float | None) -> str:
+    return "-" if distance is None else f"{distance:.1g}"
+
+
+def _part(row: dict) -> float:
+    return row["measured_peak_bytes"] / row["plain_peak_bytes"]
+
+
+def _by_case(result: dict) -> Iterator[list[dict]]:
+    """The rows with a plan of each model."""
+    planned = [row for row in result["rows"] if "error" not in row]
+    for case in dict.fromkeys(row["case"] for row in planned):
+        yield [row for row in planned if row["case"] == case]
+
+
+TABLES = {
+    "glance": (RESULTS / "within_budget.json", glance_table),
+    "measured": (RESULTS / "within_budget.json", measured_table),
+    "fused": (RESULTS / "within_budget_fused.json", measured_table),
+    "peers": (RESULTS / "peers.json", peers_table),
+}
+
+
+def with_tables(readme: str) -> str:
+    """The README with what is between each pair of markers made anew."""
+    for name, (path, table) in TABLES.items():
+        begin = readme.index("\n", readme.index(f"<!-- {name} table: begin")) + 1
+        end = readme.index(f"<!-- {name} table: end -->")
+        text = table(json.loads(path.read_text())) if path.exists() else _not_measured(path)
+        readme = f"{readme[:begin]}{text}\n{readme[end:]}"
+    return readme
+
+
+def _not_measured(path: pathlib.Path) -> str:
+    return f"Not measured yet: `python experiments/{path.stem}.py` does it."
+
+
+def picture(result: dict) -> Figure:
+    """Step time against peak memory of each model, both as parts of plain Keras's."""
+    figure, axes = style.new_figure(width=8.0, height=3.6)
+    looks = zip((style.BLUE, style.VERMILION, style.GREEN, style.ORANGE, style.PURPLE), "osD^v", strict=True)
+    for rows, (colour, marker) in zip(_by_case(result), looks, strict=False):
+        points = sorted((_part(row), row["time_ratio"]) for row in rows if row["time_ratio"] <= _DEAREST)
+        axes.plot(*zip(*points, strict=True), marker=marker, color=colour, label=rows[0]["case"])
+    axes.plot([1], [1], "*", color=style.BLACK, markersize=14, clip_on=False, label="plain Keras")
+    axes.axhline(1.0, color=style.GREY, linewidth=0.8)
+    beyond = [row for rows in _by_case(result) for row in rows if row["time_ratio"] > _DEAREST]
+    if beyond:
+        text = "; ".join(f"{row['case']} at {_part(row):.2f}: {row['time_ratio']:.1f}" for row in beyond)
+        axes.annotate(f"dearer: {text}", xy=(0.02, 0.04), xycoords="axes fraction", fontsize="small")
+    axes.set(
+        xlabel="peak memory of a training step / plain Keras",
+        ylabel="step time / plain Keras",
+        xlim=(0.2, 1.0),
+        ylim=(0.8, _DEAREST),
+    )
+    axes.set_title("Less memory, a little more time, the same gradients", loc="left")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False)
+    return figure
 
 
 def main() -> int:
-    """Rewrites README.md."""
+    """Rewrites README.md and its picture."""
     readme = ROOT / "README.md"
-    text = readme.read_text()
-    for name, result in TABLES.items():
-        text = with_table(text, name, json.loads(result.read_text()))
-    readme.write_text(text)
+    readme.write_text(with_tables(readme.read_text()))
+    PICTURE.write_bytes(style.to_png(picture(json.loads((RESULTS / "within_budget.json").read_text()))))
     return 0
 
 

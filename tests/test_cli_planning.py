@@ -45,6 +45,7 @@ def test_a_curve_is_shown_and_written(stub, capsys, tmp_path):
     calls = stub("tradeoff_curve", CURVE)
     table, plot, kept = (tmp_path / name for name in ("c.csv", "c.png", "c.json"))
     options = f"--budgets 0.5,200MB --strategies auto,milp --time-limit 7 --json {kept} --csv {table} --plot {plot}"
+    options += " --implementations fused"
     assert cli.main(["curve", *SMALL.split(), *options.split()]) == 0
     assert str(CURVE) in capsys.readouterr().out
     (((model, spec), asked),) = calls
@@ -54,6 +55,7 @@ def test_a_curve_is_shown_and_written(stub, capsys, tmp_path):
         "budgets": [0.5, "200MB"],
         "strategies": ["auto", "milp"],
         "time_limit_s": 7.0,
+        "implementations": "fused",
         "path": kept,
         "verbose": True,
     }
@@ -78,8 +80,9 @@ def test_a_curve_without_plans_is_a_failure(stub, capsys, tmp_path):
 
 def test_the_largest_batch_is_shown_and_written(stub, capsys, tmp_path):
     calls = stub("max_batch_size", result())
-    out = tmp_path / "out.json"
+    out, kept = tmp_path / "out.json", tmp_path / "kept.json"
     options = f"--budget 2GiB --max-overhead 1.2 --strategy milp --time-limit 3 --measure --json {out}"
+    options += f" --implementations fused --keep {kept}"
     assert cli.main(["max-batch", *SMALL.split(), *options.split()]) == 0
     assert str(result()) in capsys.readouterr().out
     (((_, budget, _), asked),) = calls
@@ -88,7 +91,9 @@ def test_the_largest_batch_is_shown_and_written(stub, capsys, tmp_path):
         "max_overhead": 1.2,
         "strategy": "milp",
         "time_limit_s": 3.0,
+        "implementations": "fused",
         "measure": True,
+        "path": kept,
         "verbose": True,
     }
     assert json.loads(out.read_text())["batch_size"] == 58

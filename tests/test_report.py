@@ -258,7 +258,7 @@ def test_search_plot_holds_the_data():
     lines = lines_by_label(axes)
     assert lines["best plan so far"].get_xydata()[:2].tolist() == [[1.0, 1.3], [2.5, 1.1]]
     assert set(lines["lower bound 1.09 s"].get_ydata()) == {1.09}
-    assert [text.get_text() for text in axes.texts] == ["gap 0.92 %"]
+    assert [text.get_text() for text in axes.texts] == ["gap 0.92 %", ""]
     (axes,) = full_report(lower_bound=None).plot_search().axes
     assert set(lines_by_label(axes)) == {"best plan so far"}
 

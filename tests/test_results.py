@@ -34,10 +34,36 @@ def test_rows_are_complete_and_consistent(result):
             assert row["within_budget"] == (row["measured_peak_bytes"] <= row["budget_bytes"])
 
 
-def test_readme_quotes_the_results():
+@pytest.fixture(scope="module")
+def readme_table():
     spec = importlib.util.spec_from_file_location("readme_table", ROOT / "experiments" / "readme_table.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_readme_quotes_the_results(readme_table):
     readme = (ROOT / "README.md").read_text()
-    for name, path in module.TABLES.items():
-        assert module.with_table(readme, name, json.loads(path.read_text())) == readme
+    assert readme_table.with_tables(readme) == readme
+    assert readme_table.PICTURE.relative_to(ROOT).as_posix() in readme
+    assert readme_table.PICTURE.exists()
+
+
+def test_the_picture_holds_the_measured_points(result, readme_table):
+    axes = readme_table.picture(result).axes[0]
+    drawn = {(x, y) for line in axes.get_lines() for x, y in line.get_xydata().tolist()}
+    rows = [row for row in result["rows"] if "error" not in row and row["time_ratio"] <= 1.6]
+    assert {(row["measured_peak_bytes"] / row["plain_peak_bytes"], row["time_ratio"]) for row in rows} <= drawn
+
+
+def test_peers_are_shown_with_what_is_wrong_with_them(readme_table):
+    row = {"case": "Transformer", "peer": "by hand", "plain_peak_bytes": 100, "peer_peak_bytes": 40}
+    row |= {"peer_time_ratio": 1.3, "peer_gradient_error": 0.0865, "peer_statistics_error": None}
+    planned = {"planned_peak_bytes": 39, "planned_time_ratio": 1.1, "planned_gradient_error": 0.0}
+    lines = readme_table.peers_table(
+        {"rows": [row | planned, row, {"case": "VGG16", "peer": "scope", "error": "TypeError"}]}
+    ).splitlines()
+    assert lines[2] == "| Transformer | by hand | 0.40 | 1.30 | 0.39 | 1.10 | 0.09 / 0 | - / - |"
+    assert lines[3] == "| Transformer | by hand | 0.40 | 1.30 | no plan found |  | 0.09 / - | - / - |"
+    assert "does not run: TypeError" in lines[4]
+    assert len({line.count("|") for line in lines}) == 1

@@ -81,6 +81,9 @@ def test_text_and_html_are_tables():
 def test_the_plot_holds_the_data():
     axes = CURVE.plot().axes[0]
     lines = {line.get_label(): line.get_xydata() for line in axes.get_lines()}
+    drawn = {line.get_label(): line.get_drawstyle() for line in axes.get_lines()}
+    assert drawn["auto"] == "steps-post", "a plan keeps every larger budget, too"
+    assert drawn["lower bound (auto)"] == "steps-pre", "a bound holds for every smaller budget, too"
     np.testing.assert_allclose(lines["auto"], [[60, 1.1], [90, 1.0]])
     np.testing.assert_allclose(lines["chen_sqrt"], [[90, 1.3]])
     np.testing.assert_allclose(lines["lower bound (auto)"], [[58, 1.05], [85, 1.0]])

@@ -19,6 +19,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", default="sgd", help="name in keras.optimizers (default: %(default)s)")
 
 
+def add_implementations(parser: argparse.ArgumentParser) -> None:
+    """Declares whether ops may be replaced by leaner equivalents."""
+    parser.add_argument(
+        "--implementations",
+        choices=["exact", "fused"],
+        default="exact",
+        help="the model's own ops, or leaner equivalents whose results differ by rounding (default: %(default)s)",
+    )
+
+
 def settings_of(args: argparse.Namespace, **more) -> Settings:
     """The settings that `add_model` declared, and more."""
     return Settings(

@@ -7,7 +7,14 @@ import os
 from pathlib import Path
 
 from checkmate_tf._files import write_atomically
-from checkmate_tf.commands.arguments import add_model, budget, check_can_be_written, not_negative, settings_of
+from checkmate_tf.commands.arguments import (
+    add_implementations,
+    add_model,
+    budget,
+    check_can_be_written,
+    not_negative,
+    settings_of,
+)
 
 _DESCRIPTION = """\
 Plans the training step of a keras.applications model for several budgets, with one or several strategies, and prints
@@ -49,6 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--json", type=Path, metavar="FILE", help="keep the curve in this file, and go on from it")
     add("--csv", type=Path, metavar="OUT", help="also write the records to this file")
     add("--plot", type=Path, metavar="OUT", help="also draw the curve: a .png, .svg or .pdf file")
+    add_implementations(parser)
     parser.set_defaults(run=run)
 
 
@@ -72,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         budgets=args.budgets,
         strategies=checkmate_tf.strategies() if args.strategies == ["all"] else args.strategies,
         time_limit_s=args.time_limit,
+        implementations=args.implementations,
         path=args.json,
         verbose=True,
     )

@@ -7,12 +7,21 @@ import os
 from pathlib import Path
 
 from checkmate_tf._files import write_atomically
-from checkmate_tf.commands.arguments import add_model, budget, check_can_be_written, not_negative, settings_of
+from checkmate_tf.commands.arguments import (
+    add_implementations,
+    add_model,
+    budget,
+    check_can_be_written,
+    not_negative,
+    settings_of,
+)
 
 _DESCRIPTION = """\
 Finds the largest batch at which a keras.applications model trains inside a budget, with at most one extra forward pass
 of compute unless told otherwise. The step is profiled at --batch-size and scaled; the answer is confirmed by tracing,
 profiling and planning the step at that size, and with --measure by running it.
+
+With --keep, the file holds the sizes after each try, and the same command goes on from it after an interruption.
 """
 _EPILOG = """\
 Exit status: 0 when a batch was found; 1 when a real step at its size took more than the budget (--measure); 2 when the
@@ -36,7 +45,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--strategy", default="auto", help="how to plan; see checkmate_tf.strategies() (default: %(default)s)")
     add("--time-limit", type=not_negative, default=30.0, metavar="S", help="seconds for each size (default: 30)")
     add("--measure", action="store_true", help="also run some steps at the size that was found")
+    add("--keep", type=Path, metavar="FILE", help="keep the sizes that were tried in this file, and go on from it")
     add("--json", type=Path, metavar="OUT", help="also write the result to this file")
+    add_implementations(parser)
     parser.set_defaults(run=run)
 
 
@@ -47,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         CheckmateError: The input cannot be used, or no batch was found; the message says why.
         OSError: A file cannot be written.
     """
-    check_can_be_written(args.json)
+    check_can_be_written(args.json, args.keep)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's own start-up notes
     import checkmate_tf
     from checkmate_tf.commands import steps
@@ -61,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
         max_overhead=args.max_overhead,
         strategy=args.strategy,
         time_limit_s=args.time_limit,
+        implementations=args.implementations,
         measure=args.measure,
+        path=args.keep,
         verbose=True,
     )
     print(found)

@@ -58,6 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--time-limit", type=_seconds, default=60.0, metavar="S", help="seconds (default: 60)")
     add("--seed", type=int, default=0, help="of the search (default: %(default)s)")
     add("--out", type=Path, metavar="SEQUENCE.json", help="write the order of execution, as node indices, to this file")
+    add("--plot", type=Path, metavar="OUT", help="draw cost and bound over time: a .png, .svg or .pdf file")
     parser.set_defaults(run=run)
 
 
@@ -72,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError(f"strategy must be one of {', '.join(names())}; got {args.strategy!r}.")
     if args.seed < 0:
         raise OptionError(f"seed must not be negative; got {args.seed}.")
-    if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
-        raise OptionError(f"out must be a file in a directory that exists; got {args.out}.")
+    for name, path in (("out", args.out), ("plot", args.plot)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise OptionError(f"{name} must be a file in a directory that exists; got {path}.")
     graph = read_graph(args.graph)
     budget_bytes = _budget_bytes(args, graph)
     began = time.perf_counter()
@@ -84,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
         check(graph, sequence, solution, budget_bytes)
         if args.out is not None:
             write_sequence(args.out, sequence)
+        if args.plot is not None:
+            _draw(args.plot, solution)
     print(json.dumps({**summary(graph, solution, seconds), "budget": budget_bytes}, allow_nan=False))
     if solution.schedule is not None:
         return _FOUND
@@ -132,6 +136,12 @@ def check(graph: Graph, sequence: np.ndarray, solution: Solution, budget_bytes: 
     if peak != solution.peak_bytes or not math.isclose(cost, solution.cost, rel_tol=1e-9):
         promised = f"peak {solution.peak_bytes} at cost {solution.cost}"
         raise InvalidPlan(f"the solver promised {promised}; the schedule has {peak} at {cost}.")
+
+
+def _draw(path: Path, solution: Solution) -> None:
+    from checkmate_tf.plots import search
+
+    search.plot(solution.history, solution.bounds, unit="").savefig(path, dpi=150)
 
 
 def _budget_bytes(args: argparse.Namespace, graph: Graph) -> int:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import keras
 import tensorflow as tf
 
 from checkmate_tf.batch_size import BatchTrial, MaxBatchSize, largest_confirmed, largest_exactly, largest_that
+from checkmate_tf.batch_trials import BatchTrials
 from checkmate_tf.budget import format_bytes
 from checkmate_tf.core.order import permute, ready_order
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.scaling import BatchScaling, one_more_forward_pass
 from checkmate_tf.core.simulate import simulate, working_set_bytes
 from checkmate_tf.errors import ModelError, NoScheduleFound
-from checkmate_tf.keras import batch
+from checkmate_tf.keras import batch, fingerprint
 from checkmate_tf.keras.train_step import PlannedTraining, checked_training
 from checkmate_tf.pipeline import PlannedStep, ProfiledStep, Settings
 from checkmate_tf.planning.candidate import Candidate
@@ -24,7 +26,13 @@ _ALMOST = 1 + 1e-9
 
 
 def find(
-    model: keras.Model, settings: Settings, input_spec, *, max_overhead: float | None, measure: bool
+    model: keras.Model,
+    settings: Settings,
+    input_spec,
+    *,
+    max_overhead: float | None,
+    measure: bool,
+    path: str | os.PathLike | None,
 ) -> MaxBatchSize:
     """The largest batch whose plan keeps the budget and the cap. The model is left as it was.
 
@@ -34,21 +42,21 @@ def find(
         input_spec: The batch at which the step is profiled, with one number of rows in every leaf.
         max_overhead: Cap on planned / plain cost; None for one extra forward pass.
         measure: Also run the step at the size that was found.
+        path: File that holds the sizes that were tried, or None.
 
     Raises:
+        FileError: The file is of something else.
         ModelError: The model cannot be planned, or the batch has no one number of rows.
         NoScheduleFound: No batch fits.
     """
     rows = batch.rows_of(input_spec)
-    finder = _Finder(checked_training(model, settings), settings, rows, max_overhead)
+    finder = _Finder(checked_training(model, settings), settings, rows, max_overhead, path)
     size = finder.on_batch(input_spec, finder.search)
-    best = largest_confirmed(
-        lambda size: finder.on_batch(batch.with_rows(input_spec, size), finder.confirm, measure=measure), size
-    )
+    best = largest_confirmed(lambda size: finder.is_confirmed(size, input_spec, measure=measure), size)
     if best == 0:
         raise NoScheduleFound(
             f"no batch fits {format_bytes(finder.budget_bytes)} with an overhead of at most {finder.cap_text()}; "
-            f"{len(finder.trials)} sizes were tried. Try: a larger budget, or a larger max_overhead."
+            f"{len(finder.kept.trials)} sizes were tried. Try: a larger budget, or a larger max_overhead."
         )
     return finder.result()
 
@@ -56,16 +64,23 @@ def find(
 class _Finder:
     """One search: first over scaled problems, then over real ones."""
 
-    def __init__(self, training: PlannedTraining, settings: Settings, rows: int, max_overhead: float | None):
+    def __init__(
+        self,
+        training: PlannedTraining,
+        settings: Settings,
+        rows: int,
+        max_overhead: float | None,
+        path: str | os.PathLike | None,
+    ):
         self._training = training
         self._settings = settings
         self._rows = rows
         self._max_overhead = max_overhead
+        self._path = path
         self.budget_bytes = 0
-        self.trials: list[BatchTrial] = []
+        self.kept = BatchTrials(None, {})
         self._phases_s: dict[str, float] = {}
         self._plain_rows = self._most_rows = 0
-        self._found: dict = {}
         self._known: list[Candidate] = []
 
     def on_batch(self, input_spec, use, **options):
@@ -82,13 +97,14 @@ class _Finder:
         try:
             return self._training.on_spec(input_spec, profile_and_use)
         except ModelError as error:
-            if self.trials and isinstance(error.__cause__, tf.errors.ResourceExhaustedError):
+            if self.kept.trials and isinstance(error.__cause__, tf.errors.ResourceExhaustedError):
                 return False
             raise
 
     def search(self, profiled: ProfiledStep, data) -> int:
         """The largest size, to within `TOLERANCE`, whose scaled step has a plan."""
         self.budget_bytes = profiled.budget_bytes()
+        self.kept = BatchTrials(self._path, self._fingerprint(profiled))
         profiled.make_room(self.budget_bytes - profiled.base_bytes)
         scaled = self._scaled(profiled, data)
         unmodified = profiled.unmodified()
@@ -97,10 +113,9 @@ class _Finder:
         self._most_rows = largest_exactly(lambda size: scaled.may_fit(size, self.budget_bytes), self._rows)
         if self._most_rows == 0:
             return 0
-        least = profiled.minimum_budget()
-        self._known.append(least)
-        weights = profiled.base_bytes - profiled.batch_bytes
-        guess = self._rows * (self.budget_bytes - weights) / max(1, least.peak_bytes - weights)
+        below = self._most_rows + 1
+        between = self.kept.bracket(below)
+        guess = self._guess(profiled) if between == (0, below) else 0
 
         def fits(size: int) -> bool:
             return self._try(
@@ -111,7 +126,22 @@ class _Finder:
                 confirmed=False,
             )
 
-        return largest_that(fits, below=self._most_rows + 1, guess=max(1, int(guess)))
+        return largest_that(fits, below=below, guess=guess, between=between)
+
+    def _fingerprint(self, profiled: ProfiledStep) -> dict[str, str | float | None]:
+        return {
+            **fingerprint.of(profiled),
+            "budget_bytes": self.budget_bytes,
+            "max_overhead": self._max_overhead,
+            "strategy": self._settings.strategy,
+        }
+
+    def _guess(self, profiled: ProfiledStep) -> int:
+        """The size at which the plan with the smallest peak would just fit; the plan is tried at each size."""
+        least = profiled.minimum_budget()
+        self._known.append(least)
+        weights = profiled.base_bytes - profiled.batch_bytes
+        return max(1, int(self._rows * (self.budget_bytes - weights) / max(1, least.peak_bytes - weights)))
 
     def _scaled(self, profiled: ProfiledStep, data) -> _Scaled:
         other = profiled.op_graph_at(batch.with_rows(batch.spec_of(data), 2 * self._rows))
@@ -119,8 +149,15 @@ class _Finder:
         scaling = BatchScaling.between(step.op_graph, step.costs, self._rows, other, 2 * self._rows)
         return _Scaled(profiled, scaling)
 
-    def confirm(self, profiled: ProfiledStep, data, *, measure: bool) -> bool:
-        """Whether the step traced and profiled at this size has a plan."""
+    def is_confirmed(self, size: int, input_spec, *, measure: bool) -> bool:
+        """Whether the step traced and profiled at this size has a plan; asked only where that is not known."""
+        if self.kept.refused(size):
+            return False
+        if self.kept.confirmed(size, measured=measure):
+            return True
+        return self.on_batch(batch.with_rows(input_spec, size), self._confirm, measure=measure)
+
+    def _confirm(self, profiled: ProfiledStep, data, *, measure: bool) -> bool:
         size = batch.rows(data)
 
         def plan(progress) -> Candidate | None:
@@ -143,9 +180,9 @@ class _Finder:
             budget_bytes=self.budget_bytes,
             plain_batch_size=self._plain_rows,
             no_batch_above=self._most_rows,
-            trials=tuple(self.trials),
+            trials=tuple(self.kept.trials),
             phases_s=self._phases_s,
-            **self._found,
+            **self.kept.found,
         )
 
     def cap_text(self) -> str:
@@ -167,25 +204,25 @@ class _Finder:
         self._settings.progress(label, 1.0)
         cap = self._cap(profiled, candidate)
         fits = self._within_cap(profiled, candidate)
-        self.trials.append(
-            BatchTrial(
-                batch_size=size,
-                fits=fits,
-                confirmed=confirmed,
-                predicted_peak_bytes=candidate.peak_bytes if candidate is not None else None,
-                overhead=candidate.overhead if candidate is not None else None,
-                max_overhead=cap,
-            )
+        trial = BatchTrial(
+            batch_size=size,
+            fits=fits,
+            confirmed=confirmed,
+            predicted_peak_bytes=candidate.peak_bytes if candidate is not None else None,
+            overhead=candidate.overhead if candidate is not None else None,
+            max_overhead=cap,
         )
+        found = None
         if fits and confirmed:
             self._candidate = candidate
-            self._found = {
+            found = {
                 "batch_size": size,
                 "max_overhead": cap,
                 "predicted_peak_bytes": candidate.peak_bytes,
                 "predicted_overhead": candidate.overhead,
                 "predicted_step_s": candidate.time_s,
             }
+        self.kept.add(trial, found)
         return fits
 
     def _cap(self, profiled: ProfiledStep, candidate: Candidate | None) -> float:
@@ -208,13 +245,14 @@ class _Finder:
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
         report = step.report()
-        self._found |= {
+        self.kept.found |= {
             "measured_peak_bytes": report.measured_peak_bytes,
             "measured_step_s": report.measured_step_s,
             "predicted_peak_bytes": report.predicted_peak_bytes,
             "predicted_overhead": report.predicted_overhead,
             "predicted_step_s": report.predicted_step_s,
         }
+        self.kept.save()
 
 
 class _Scaled:

@@ -30,6 +30,13 @@ _DPI = 150
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024), ("B", 1))
 
 
+class ShownFigure(Figure):
+    """A figure that notebooks show, though pyplot and its magic know nothing of it."""
+
+    def _repr_png_(self) -> bytes:
+        return to_png(self)
+
+
 def new_figure(width: float = 9.5, height: float = 4.2) -> tuple[Figure, Axes]:
     """A figure with one axes, free of pyplot's global state, so that it need not be closed.
 
@@ -37,7 +44,7 @@ def new_figure(width: float = 9.5, height: float = 4.2) -> tuple[Figure, Axes]:
         width: Inches.
         height: Inches.
     """
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = ShownFigure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes

@@ -88,6 +88,7 @@ def _bound(axes: Axes, curve: TradeoffCurve, unit_bytes: int) -> None:
             axes.plot(
                 [point.predicted_peak_bytes / unit_bytes for point in proven],
                 [point.lower_bound_s / curve.plain_step_s for point in proven],
+                drawstyle="steps-pre",  # a bound holds for every smaller budget, too
                 color=style.BLACK,
                 linestyle="--",
                 linewidth=1.0,

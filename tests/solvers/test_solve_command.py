@@ -43,7 +43,10 @@ def test_prints_one_object_and_writes_the_sequence(graph_file, capsys, tmp_path,
     graph = small.residual(4)
     path, out = graph_file(graph), tmp_path / "sequence.json"
     limit = int(0.6 * graph.store_all_peak_bytes)
-    status, found = solve(capsys, path, budget[0], budget[1].format(limit), "--time-limit", 2, "--out", out)
+    plot = tmp_path / "search.png"
+    options = ["--time-limit", 2, "--out", out, "--plot", plot]
+    status, found = solve(capsys, path, budget[0], budget[1].format(limit), *options)
+    assert plot.read_bytes().startswith(b"\x89PNG")
     assert status == 0
     assert found.keys() == KEYS
     cost, peak = small.run(graph, read_sequence(out, graph.n))
@@ -95,6 +98,7 @@ def test_nothing_found_is_status_4(graph_file, capsys):
         ("--budget 9 --strategy magic", "strategy must be one of auto, .*; got 'magic'"),
         ("--budget 9 --seed -1", "seed must not be negative"),
         ("--budget 9 --out /no/such/place/s.json", "a directory that exists"),
+        ("--budget 9 --plot /no/such/place/s.png", "plot must be a file in a directory that exists"),
     ],
 )
 def test_unusable_options_are_status_2_with_a_message(graph_file, capsys, options, message):
