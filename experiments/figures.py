@@ -40,9 +40,9 @@ def looks():
 
 
 def max_batch(rows: list[dict]) -> Figure:
-    """Bars of the largest batch relative to plain, with the numbers; the published batch as a line across."""
+    """Bars of the largest batch with each strategy; the published batch as a line."""
     shown = {
-        "checkpoint_all": "as it is",
+        "checkpoint_all": "nothing recomputed",
         "ap_sqrt": "AP sqrt(n)",
         "ap_greedy": "AP greedy",
         "linearized_greedy": "linearised greedy",
@@ -51,18 +51,23 @@ def max_batch(rows: list[dict]) -> Figure:
     }
     models = list(dict.fromkeys(row["model"] for row in rows))
     batch = {(row["model"], row["strategy"]): row["batch_size"] for row in rows}
-    figure, axes = grid(len(models), height=3.6)
-    for axis, model in zip(axes.flat, models, strict=True):
+    columns = 3
+    figure, axes = grid(columns, -(-len(models) // columns), height=4.8)
+    for place, (axis, model) in enumerate(zip(axes.flat, models, strict=False)):
         values = [batch.get((model, strategy)) or 0 for strategy in shown]
         colours = [style.GREY] + [style.SKY_BLUE] * (len(shown) - 2) + [style.BLUE]
-        bars = axis.bar(range(len(shown)), values, color=colours)
-        axis.bar_label(bars, [str(value) if value else "-" for value in values], fontsize="small")
+        bars = axis.barh(range(len(shown)), values, color=colours)
+        most = next(row["no_batch_above"] for row in rows if row["model"] == model)
+        labels = [f"{value}{'*' * (value == most)}" if value else "none" for value in values]
+        axis.bar_label(bars, labels, padding=3, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
         published = next(row["published"] for row in rows if row["model"] == model)
-        axis.axhline(published, color=style.VERMILION, linestyle="--", linewidth=1.2)
-        axis.set_title(f"{model}\npublished {published}", fontsize="medium")
-        axis.set_xticks(range(len(shown)), shown.values(), rotation=90, fontsize="small")
-        axis.tick_params(axis="y", labelsize="small")
-    axes.flat[0].set_ylabel("largest batch in 16 GB")
+        axis.axvline(published, color=style.VERMILION, linestyle="--", linewidth=1.3, zorder=0.5)
+        axis.set_title(f"{model} (published: {published})", fontsize="medium")
+        axis.set_yticks(range(len(shown)), [] if place % columns else shown.values())
+        axis.set_xlim(0, 1.25 * max(*values, published))
+        axis.invert_yaxis()
+    title = "largest batch in 16 GB with at most one extra forward pass (*: no schedule of any kind fits a larger one)"
+    figure.supxlabel(title, fontsize="medium")
     return figure
 
 
@@ -116,18 +121,76 @@ def feature_maps(rows: list[dict]) -> Figure:
         axis.minorticks_off()
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.flat[0].axhline(7, color=style.GREY, linestyle=":", label="7 GB (Chen et al., 1,000 layers)")
-    figure.legend(*_handles(axes.flat[0]), loc="outside right upper", frameon=False)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
     return figure
 
 
-def _handles(axis: Axes):
-    return axis.get_legend_handles_labels()
+def tradeoff(rows: list[dict]) -> Figure:
+    """Overhead against budget, one panel per model and one line per strategy."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    strategies = list(dict.fromkeys(row["strategy"] for row in rows if row["strategy"] != "checkpoint_all"))
+    figure, axes = grid(len(models), height=4.0)
+    for axis, model in zip(axes.flat, models, strict=True):
+        for strategy, (colour, marker) in zip(strategies, looks(), strict=False):
+            found = sorted(
+                (row["fraction"], row["overhead"])
+                for row in rows
+                if (row["model"], row["strategy"]) == (model, strategy) and row["overhead"] is not None
+            )
+            look = {"color": colour, "marker": marker, "markersize": 5, "drawstyle": "steps-post"}
+            axis.plot(*(zip(*found, strict=True) if found else ([], [])), label=strategy, **look)
+        axis.set(title=model, xlabel="budget / plain peak")
+    axes.flat[0].set_ylabel("predicted step time / plain step time")
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def memory_over_step(rows: list[dict]) -> Figure:
+    """Per model and method: what was measured as a line, what was predicted as areas of its kinds."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    found = {(row["model"], row["method"]): row for row in rows}
+    figure, axes = grid(len(methods), len(models), height=2.7 * len(models))
+    for line, model in zip(axes, models, strict=True):
+        rule = found[model, methods[0]]["maximum_memory_rule_bytes"]
+        for axis, method in zip(line, methods, strict=True):
+            row = found[model, method]
+            _areas(axis, row)
+            measured = np.array(row["measured_bytes"]) / _GB
+            axis.plot(np.linspace(0, 1, len(measured)), measured, color=style.BLACK, linewidth=1.0, label="measured")
+            axis.axhline(rule / _GB, color=style.VERMILION, linestyle="--", linewidth=1.2, label="Maximum-Memory Rule")
+            axis.set(title=f"{model}, {method}", xlim=(0, 1), ylim=(0, 1.1 * max(_highest(found, model), rule) / _GB))
+            axis.title.set_fontsize("medium")
+        line[0].set_ylabel("memory in use [GB]")
+    figure.supxlabel("allocations and frees of one step, from first to last", fontsize="medium")
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+    return figure
+
+
+def _areas(axis: Axes, row: dict) -> None:
+    """Weights, activations and gradients on top of each other, and the whole as predicted."""
+    points = np.linspace(0, 1, len(row["predicted_bytes"]))
+    bottom = np.full(len(points), row["base_bytes"] / _GB)
+    axis.fill_between(points, 0, bottom, color=style.LIGHT_GREY, linewidth=0, label="weights, batch")
+    for kind, colour, hatch in (("activations", style.SKY_BLUE, ""), ("gradients", style.ORANGE, "////")):
+        top = bottom + np.array(row[f"{kind}_bytes"]) / _GB
+        look = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+        axis.fill_between(points, bottom, top, label=kind, **look)
+        bottom = top
+    predicted = np.array(row["predicted_bytes"]) / _GB
+    axis.plot(points, predicted, color=style.GREEN, linewidth=2.5, alpha=0.8, label="predicted")
+
+
+def _highest(found: dict, model: str) -> int:
+    return max(max(row["measured_bytes"]) for (name, _), row in found.items() if name == model)
 
 
 FIGURES: dict[str, Callable[[list[dict]], Figure]] = {
     "max_batch": max_batch,
     "heuristics": heuristics,
     "feature_maps": feature_maps,
+    "tradeoff": tradeoff,
+    "memory_over_step": memory_over_step,
 }
 
 
