@@ -57,7 +57,7 @@ def max_batch(rows: list[dict]) -> Figure:
         values = [batch.get((model, strategy)) or 0 for strategy in shown]
         colours = [style.GREY] + [style.SKY_BLUE] * (len(shown) - 2) + [style.BLUE]
         bars = axis.barh(range(len(shown)), values, color=colours)
-        most = next(row["no_batch_above"] for row in rows if row["model"] == model)
+        most = min(row["no_batch_above"] for row in rows if row["model"] == model and not row["bound_of"])
         labels = [f"{value}{'*' * (value == most)}" if value else "none" for value in values]
         axis.bar_label(bars, labels, padding=3, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
         published = next(row["published"] for row in rows if row["model"] == model)

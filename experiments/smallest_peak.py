@@ -62,7 +62,8 @@ def smallest_peak(
     """
     began = time.perf_counter()
     solver = create(strategy, graph)
-    low = proven = int(needed_bytes(graph, gradients_once=False).max(initial=0))
+    proven = int(needed_bytes(graph, gradients_once=False).max(initial=0))
+    low = proven - 1  # the largest budget known to be too small
     bound_of, best = "", None
     failed = False
     high = tried = graph.store_all_peak_bytes
@@ -77,9 +78,9 @@ def smallest_peak(
             high = best[0]
         else:
             low, failed = tried, True
-        if high <= low * (1 + tolerance):
+        if high - low <= max(1, tolerance * low):
             break
-        tried = (low + high) // 2 if failed else max(low, int(_STRIDE * high))
+        tried = (low + high) // 2 if failed else max(low + 1, int(_STRIDE * high))
     seconds = time.perf_counter() - began
     if best is None:
         return SmallestPeak(None, None, proven, bound_of, seconds)
