@@ -72,31 +72,34 @@ def max_batch(rows: list[dict]) -> Figure:
 
 
 def heuristics(rows: list[dict]) -> Figure:
-    """Dots: cost relative to the optimum; the published figure as an open circle."""
+    """Left: cost relative to the optimum, the published figure as an open mark. Right: how many budgets were met."""
     from heuristics import PUBLISHED, relative_costs
 
     means = relative_costs(rows)
-    strategies = [s for s in dict.fromkeys(strategy for _, strategy in means) if s != "lp_rounding_random"]
+    strategies = list(dict.fromkeys(strategy for _, strategy in means))
     models = list(dict.fromkeys(model for model, _ in means))
-    figure, axes = grid(1, height=3.9)
-    axis = axes[0, 0]
-    for row, strategy in enumerate(reversed(strategies)):
+    figure = Figure(figsize=(9.5, 4.2), layout="constrained")
+    cost, met = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
+    for row, strategy in enumerate(strategies):
         for k, (model, (colour, marker)) in enumerate(zip(models, looks(), strict=False)):
             mean, found, _ = means[model, strategy]
-            y = row + 0.14 * (len(models) / 2 - k)
-            label = {"label": model} if not row else {}
-            if found:
-                axis.plot([mean], [y], marker, color=colour, markersize=6, **label)
-            published = PUBLISHED.get(strategy, {}).get(model)
-            if published:
-                axis.plot([published], [y], marker, markerfacecolor="none", markeredgecolor=colour, markersize=6)
-        axis.axhline(row + 0.5, color=style.LIGHT_GREY, linewidth=0.6)
-    axis.plot([], [], "o", markerfacecolor="none", markeredgecolor=style.BLACK, label="published")
-    axis.set(xscale="log", xlabel="cost / least cost known (geometric mean over budgets)")
-    axis.set_xticks([1, 1.1, 1.2, 1.5, 2, 4, 7], ["1", "1.1", "1.2", "1.5", "2", "4", "7"])
-    axis.minorticks_off()
-    axis.set_yticks(range(len(strategies)), reversed(strategies))
-    axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False)
+            y = row + 0.15 * (k - (len(models) - 1) / 2)
+            cost.plot([mean], [y], marker, color=colour, markersize=6, label=model if not row else None)
+            met.plot([found], [y], marker, color=colour, markersize=5)
+            published = PUBLISHED.get(strategy, {}).get(model, np.nan)
+            cost.plot([published], [y], marker, markerfacecolor="none", markeredgecolor=colour, markersize=6)
+    cost.plot([], [], "o", markerfacecolor="none", markeredgecolor=style.BLACK, label="published")
+    cost.set(xscale="log", xlabel="cost / least cost known, geometric mean")
+    cost.set_xticks([1, 1.2, 1.5, 2, 4, 7], ["1", "1.2", "1.5", "2", "4", "7"])
+    cost.minorticks_off()
+    cost.set_yticks(range(len(strategies)), strategies)
+    cost.invert_yaxis()
+    met.set(xlabel=f"budgets met, of {max(total for *_, total in means.values())}", xlim=(-0.5, None))
+    for axis in (cost, met):
+        axis.spines[["top", "right"]].set_visible(False)
+        for row in range(1, len(strategies)):
+            axis.axhline(row - 0.5, color=style.LIGHT_GREY, linewidth=0.6)
+    figure.legend(*cost.get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False)
     return figure
 
 

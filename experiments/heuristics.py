@@ -54,7 +54,7 @@ def main() -> int:
     if args.worker:
         send_rows(run_model(**json.loads(args.worker)))
         return 0
-    settings = {"costs": "flops", "time_limit_s": args.time_limit}
+    settings = {"costs": "flops", "fractions": FRACTIONS}
     for model in args.models:
         job = {"name": model, "strategies": args.strategies, "time_limit_s": args.time_limit}
         found = run_worker(__file__, ["--worker", json.dumps(job)])
@@ -92,6 +92,7 @@ def run_model(name: str, strategies: list[str], time_limit_s: float) -> list[dic
                     "lower_bound": solution.bound / graph.total_cost if solution.bound else None,
                     "bound_of": solution.bound_of,
                     "status": solution.status.value,
+                    "time_limit_s": time_limit_s,
                 }
             )
             print(json.dumps(rows[-1]), flush=True)
