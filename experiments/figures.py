@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from recording import RESULTS
+from recording import RESULTS, read_rows
 
 from checkmate_tf.plots import style
 
@@ -129,7 +129,8 @@ def feature_maps(rows: list[dict]) -> Figure:
 
 
 def tradeoff(rows: list[dict]) -> Figure:
-    """Overhead against budget, one panel per model and one line per strategy."""
+    """Overhead against budget, one panel per model and one line per strategy; what was measured as open marks."""
+    measured = [row for row in read_rows(RESULTS / "tradeoff_measured.json") if "error" not in row]
     models = list(dict.fromkeys(row["model"] for row in rows))
     strategies = list(dict.fromkeys(row["strategy"] for row in rows if row["strategy"] != "checkpoint_all"))
     figure, axes = grid(len(models), height=4.0)
@@ -142,8 +143,14 @@ def tradeoff(rows: list[dict]) -> Figure:
             )
             look = {"color": colour, "marker": marker, "markersize": 5, "drawstyle": "steps-post"}
             axis.plot(*(zip(*found, strict=True) if found else ([], [])), label=strategy, **look)
+            for row in measured:
+                if (row["model"], row["strategy"]) == (model, strategy):
+                    place = row["budget_bytes"] / row["plain_peak_bytes"], row["time_ratio"]
+                    axis.plot(*place, marker, markerfacecolor="none", markeredgecolor=colour, markersize=9)
         axis.set(title=model, xlabel="budget / plain peak")
-    axes.flat[0].set_ylabel("predicted step time / plain step time")
+    axes.flat[0].set_ylabel("step time / plain step time")
+    if measured:
+        axes.flat[0].plot([], [], "o", markerfacecolor="none", markeredgecolor=style.BLACK, label="measured")
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
 
