@@ -74,15 +74,40 @@ def transformer(
     return keras.Model(inputs, layers.Dense(classes, activation="softmax")(x), name="transformer")
 
 
+def wide_resnet(classes: int = 1000) -> keras.Model:
+    """WideResNet-50-2: ResNet-50 with the first two convolutions of each block twice as wide.
+
+    References:
+        Zagoruyko and Komodakis, Wide residual networks, BMVC 2016.
+    """
+
+    def convolution(x, filters, kernel, strides=1):
+        x = layers.Conv2D(filters, kernel, strides, padding="same", use_bias=False)(x)
+        return layers.BatchNormalization()(x)
+
+    inputs = keras.Input((224, 224, 3))
+    x = layers.MaxPooling2D(3, 2, padding="same")(layers.ReLU()(convolution(inputs, 64, 7, 2)))
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        filters = 64 << stage
+        for block in range(blocks):
+            strides = 2 if stage and not block else 1
+            shortcut = x if block else convolution(x, 4 * filters, 1, strides)
+            x = layers.ReLU()(convolution(x, 2 * filters, 1))
+            x = layers.ReLU()(convolution(x, 2 * filters, 3, strides))
+            x = layers.ReLU()(layers.Add()([convolution(x, 4 * filters, 1), shortcut]))
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, layers.Dense(classes, activation="softmax")(x), name="wide_resnet_50_2")
+
+
 def _compiled(model: keras.Model, optimizer: str = "sgd", from_logits: bool = False) -> keras.Model:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits)
     model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
     return model
 
 
-def _classification(application: str, batch_size: int) -> Case:
+def _classification(make: Callable[[], keras.Model], batch_size: int) -> Case:
     return Case(
-        build=lambda: _compiled(getattr(keras.applications, application)(weights=None)),
+        build=lambda: _compiled(make()),
         batch=lambda rng: (
             rng.standard_normal((batch_size, 224, 224, 3), np.float32),
             rng.integers(0, 1000, batch_size, np.int32),
@@ -92,9 +117,10 @@ def _classification(application: str, batch_size: int) -> Case:
 
 
 CASES = {
-    "VGG16": _classification("VGG16", 16),
-    "MobileNet": _classification("MobileNet", 32),
-    "ResNet50": _classification("ResNet50", 16),
+    "VGG16": _classification(lambda: keras.applications.VGG16(weights=None), 16),
+    "MobileNet": _classification(lambda: keras.applications.MobileNet(weights=None), 32),
+    "ResNet50": _classification(lambda: keras.applications.ResNet50(weights=None), 16),
+    "WideResNet-50-2": _classification(wide_resnet, 8),
     "U-Net": Case(
         build=lambda: _compiled(unet(), from_logits=True),
         batch=lambda rng: (

@@ -17,20 +17,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
-import os
 import pathlib
-import platform
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 
-HERE = pathlib.Path(__file__).parent
-VERSION = 1
+from recording import RESULTS, merged, read_rows, run_worker, send_rows, write_result
+
 BASELINES = "baselines"  # in a case: every strategy that is not named in SEARCHES
 SEARCHES = ("auto", "stages", "milp", "intervals", "lp_rounding", "local_search")
 
@@ -66,13 +62,13 @@ def main() -> int:
     parser.add_argument("--graphs", nargs="+", help="only these")
     parser.add_argument("--strategies", nargs="+", help="only these")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "solvers.json")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "solvers.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        print("RESULT " + json.dumps(run_case(**json.loads(args.worker))))
+        send_rows(run_case(**json.loads(args.worker)))
         return 0
-    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    rows = read_rows(args.out)
     if args.ratios:
         print_ratios(rows)
         return 0
@@ -84,12 +80,17 @@ def main() -> int:
             if path is None:
                 print(f"{name}: not in {args.folder}", flush=True)
                 continue
-            found = run_worker(args.folder, path, name, strategy, case, args.seed)
-            done = {key(row) for row in found}
-            rows = [row for row in rows if key(row) not in done] + found
-            content = {"version": VERSION, "environment": environment(), "settings": {"seed": args.seed}, "rows": rows}
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(content, indent=1) + "\n")
+            job = {
+                "path": str(path),
+                "name": name,
+                "strategy": strategy,
+                "budgets": case.budgets,
+                "time_limit_s": case.time_limit_s,
+                "seed": args.seed,
+            }
+            found = run_worker(__file__, [str(args.folder), "--worker", json.dumps(job)])
+            rows = merged(rows, found, key)
+            write_result(args.out, rows, {"seed": args.seed})
     return 0 if all(row["judged"] is not False for row in rows) else 1
 
 
@@ -123,30 +124,6 @@ def graph_path(folder: pathlib.Path, scratch: pathlib.Path, name: str) -> pathli
     if not path.exists():
         write_graph(path, LARGE[name](), name)
     return path
-
-
-def run_worker(folder, path, name: str, strategy: str, case: Case, seed: int) -> list[dict]:
-    """Runs one strategy on one graph in a fresh process and returns its rows."""
-    job = {
-        "path": str(path),
-        "name": name,
-        "strategy": strategy,
-        "budgets": case.budgets,
-        "time_limit_s": case.time_limit_s,
-        "seed": seed,
-    }
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(folder), "--worker", json.dumps(job)], stdout=subprocess.PIPE, text=True
-    )
-    rows = []
-    for line in process.stdout:
-        if line.startswith("RESULT "):
-            rows = json.loads(line.removeprefix("RESULT "))
-        else:
-            print(line, end="", flush=True)
-    if process.wait():
-        raise SystemExit(f"{name}, {strategy} failed with exit status {process.returncode}")
-    return rows
 
 
 def run_case(path: str, name: str, strategy: str, budgets: list, time_limit_s: float, seed: int) -> list[dict]:
@@ -255,21 +232,6 @@ def judge(content: dict, sequence: list[int]) -> tuple[float, int] | None:
     if live:  # read before it was computed
         return None
     return sum(nodes[node]["cost"] for node in sequence), peak + content.get("fixed_bytes", 0)
-
-
-def environment() -> dict:
-    """The machine, how busy it was, and the versions."""
-    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        **{package: importlib.metadata.version(package) for package in ("ortools", "numpy", "checkmate_tf")},
-    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,165 @@
+"""Memory over one training step, as predicted and as the allocator's own events show it: Tooley's figures 1, 3 and 7.
+
+    python experiments/memory_over_step.py                            # results/memory_over_step.json
+    python experiments/memory_over_step.py --models Transformer --out /tmp/out.json
+
+Three steps of each model: plain Keras, Chen's segments on articulation points (square root), and checkmate_tf's plan
+within the same budget. Curves are taken at equal distances along the step's allocations and frees, each with
+the highest value since the one before. The Maximum-Memory Rule says what a step without recomputation needs: weights,
+and the most, over the layers, of the activations before and the gradients after. The figure:
+`python experiments/figures.py memory_over_step`.
+
+References:
+    Tooley, The Maximum-Memory Rule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+import tempfile
+from collections.abc import Callable
+
+import numpy as np
+from recording import KERAS_PACKAGES, RESULTS, merged, read_rows, run_worker, send_rows, write_result
+
+MODELS = ("WideResNet-50-2", "Transformer")
+PLAIN = "plain"
+METHODS = {PLAIN: "checkpoint_all", "checkpointed": "ap_sqrt", "checkmate_tf": "auto"}  # and their strategies
+BUDGET = 0.6  # times the plain peak
+DEVICE = "CPU:0"
+_POINTS = 400  # of each curve
+_UPDATE = "AssignSubVariableOp"  # what the optimizers of these models write weights with
+
+
+def main() -> int:
+    """Runs each model in a process and collects what they write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of search per plan")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "memory_over_step.json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        send_rows(run_model(**json.loads(args.worker)))
+        return 0
+    settings = {"implementations": "exact", "budget": BUDGET, "time_limit_s": args.time_limit, "points": _POINTS}
+    for model in args.models:
+        job = {"name": model, "time_limit_s": args.time_limit}
+        found = run_worker(__file__, ["--worker", json.dumps(job)])
+        rows = merged(read_rows(args.out), found, lambda row: (row["model"], row["method"]))
+        write_result(args.out, rows, settings, KERAS_PACKAGES)
+    return 0
+
+
+def run_model(name: str, time_limit_s: float) -> list[dict]:
+    """The curves of one model; runs in the worker process."""
+    from real_steps import prepared, timed, train_function
+
+    from checkmate_tf.keras import train_step
+    from checkmate_tf.pipeline import Settings
+
+    model, batch, spec = prepared(name)
+    function = train_function(model)
+    _, plain_peak = timed(function, batch, 1)
+
+    def plain(profiled) -> dict:
+        candidate = profiled.planner.unordered()
+        rule = profiled.base_bytes + maximum_memory_rule(candidate.op_graph)
+        measured = measure(lambda: float(function(iter([batch]))["loss"]))
+        return curves(profiled, candidate, *measured) | {"maximum_memory_rule_bytes": rule}
+
+    def planned(profiled) -> dict:
+        step = profiled.planned()
+        measured = measure(lambda: step(batch))
+        return curves(profiled, step.candidate, *measured) | {"budget_bytes": step.budget_bytes}
+
+    rows = []
+    with tempfile.TemporaryDirectory() as cache_dir:
+        for method, strategy in METHODS.items():
+            budget = int(BUDGET * plain_peak)
+            settings = Settings(budget, strategy=strategy, time_limit_s=time_limit_s, cache_dir=cache_dir)
+            found = train_step.on_profiled(model, settings, spec, plain if method == PLAIN else planned)
+            rows.append({"model": name, "method": method, "plain_peak_bytes": plain_peak, **found})
+            print(json.dumps({k: v for k, v in rows[-1].items() if not isinstance(v, list)}), flush=True)
+    return rows
+
+
+def measure(step: Callable[[], object]) -> tuple[np.ndarray, int]:
+    """Runs a step twice and traces the second run.
+
+    Returns:
+        Bytes in use after each of its allocations and frees, and the allocator's peak.
+    """
+    from checkmate_tf.lowering import memory_trace
+    from checkmate_tf.lowering.device import in_use_bytes, peak_bytes, reset_peak
+
+    step()
+    reset_peak(DEVICE)
+    before = in_use_bytes(DEVICE)
+    events = memory_trace.record(step)
+    change = np.array([(-1 if event.is_free else 1) * event.chunk_bytes for event in events])
+    return before + np.cumsum(change), peak_bytes(DEVICE)
+
+
+def curves(profiled, candidate, measured_bytes: np.ndarray, measured_peak_bytes: int) -> dict:
+    """What was predicted and measured of a plan."""
+    return {
+        "base_bytes": profiled.base_bytes,
+        "predicted_peak_bytes": candidate.peak_bytes,
+        "measured_peak_bytes": measured_peak_bytes,
+        "overhead": candidate.overhead,
+        "measured_bytes": thinned(measured_bytes),
+        **{f"{kind}_bytes": thinned(values) for kind, values in predicted(candidate, profiled).items()},
+    }
+
+
+def predicted(candidate, profiled) -> dict[str, np.ndarray]:
+    """Bytes in use, of activations and of gradients, at those events of a plan that the allocator counts."""
+    from checkmate_tf import describe
+    from checkmate_tf.lowering.device import uncounted_below_bytes
+
+    memory = candidate.memory
+    counted = np.abs(memory.event_bytes) >= uncounted_below_bytes(profiled.device)
+    split, steps = describe.split(candidate, 0), memory.event_step[counted]
+    return {
+        "predicted": profiled.base_bytes + np.cumsum(memory.event_bytes[counted]),
+        "activations": (split["activations"] + split["recomputed"])[steps],
+        "gradients": split["gradients"][steps],
+    }
+
+
+def thinned(values: np.ndarray) -> list[int]:
+    """At most `_POINTS` values: the highest of each of as many stretches of equal length."""
+    if len(values) <= _POINTS:
+        return [int(value) for value in values]
+    return [int(part.max()) for part in np.array_split(values, _POINTS)]
+
+
+def maximum_memory_rule(op_graph) -> int:
+    """Most bytes that forward values still to be read and weight gradients made so far take, over the gradient ops.
+
+    Args:
+        op_graph: The step in the order in which it runs.
+    """
+    owned, producer = op_graph.owned_bytes, op_graph.producer
+    change = np.zeros(op_graph.n + 1, dtype=np.int64)
+    last_read: dict[int, int] = {}
+    for op in np.flatnonzero(op_graph.is_gradient):
+        for t in op_graph.storage_inputs[op]:
+            if not op_graph.is_gradient[producer[t]]:
+                last_read[t] = int(op)
+        if op_graph.types[op] == _UPDATE:
+            gradient = max(op_graph.storage_inputs[op], key=lambda t: owned[t], default=None)
+            if gradient is not None:
+                change[producer[gradient]] += owned[gradient]
+    for t, last in last_read.items():
+        change[producer[t]] += owned[t]
+        change[last + 1] -= owned[t]
+    return int(np.cumsum(change).max())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
