@@ -1,0 +1,222 @@
+"""Run as a program, with determinism on: checks random models, one recipe of `random_models` per line of its input.
+
+Each model is trained plain, with the planned engine recomputing nothing, and within a budget between the least that
+was found and the plain peak. Prints two lines of JSON per recipe: that it begins, and what came out.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import sys
+import traceback
+import warnings
+
+import keras
+import numpy as np
+import random_models
+import tensorflow as tf
+
+import checkmate_tf
+from checkmate_tf.errors import CheckmateError, InfeasibleBudget
+from checkmate_tf.keras import train_step
+from checkmate_tf.pipeline import Settings
+from checkmate_tf.planning import planner
+
+HUGE_BYTES = 1 << 33
+TOLERANCE = 1e-9
+PREDICTION = 0.03
+GRANULARITY_BYTES = 64 << 10  # small models: a few of the allocator's 256-byte chunks and constants weigh percents
+TIME_LIMIT_S = 1.0
+LEAST_LIMIT_S = 2.0  # of the search for the least budget, which is 20 s for users
+
+
+class Failure(Exception):
+    """Something that must hold does not; the first argument names what."""
+
+
+def main(cache_dir: str) -> None:
+    tf.config.experimental.enable_op_determinism()
+    planner._MINIMUM_LIMIT_S = LEAST_LIMIT_S
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    for line in sys.stdin:
+        case = json.loads(line)
+        _say({"number": case["number"], "outcome": "begun"})
+        _say({"number": case["number"], **checked(case["recipe"], cache_dir)})
+        keras.backend.clear_session()
+        gc.collect()
+
+
+def checked(recipe: dict, cache_dir: str) -> dict:
+    """What came out: "ok", "refused" (with one of the project's errors), "invalid" (for Keras itself), or "failed"."""
+    set_precision(recipe["precision"])
+    try:
+        plain = random_models.build(recipe)
+        random_models.train(plain, recipe)
+    except (ValueError, TypeError, tf.errors.OpError, NotImplementedError) as error:
+        return {"outcome": "invalid", "why": f"{type(error).__name__}: {error}"[:300]}
+    try:
+        return check(recipe, state(plain), cache_dir)
+    except Failure as failure:
+        return {"outcome": "failed", "what": failure.args[0], "why": failure.args[1]}
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for
+        return {"outcome": "failed", "what": type(error).__name__, "why": traceback.format_exc()[-3000:]}
+    finally:
+        set_precision("float32")
+
+
+def check(recipe: dict, plain: list, cache_dir: str) -> dict:
+    """Trains a recipe's model twice more and compares.
+
+    Args:
+        recipe: Of the model.
+        plain: (name, value) of all that training changed in plain Keras.
+        cache_dir: Folder for measured ops.
+
+    Raises:
+        Failure: Something that must hold does not.
+    """
+    options = {"time_limit_s": TIME_LIMIT_S, "cache_dir": cache_dir, "verbose": False}
+    kept = random_models.build(recipe)
+    checkmate_tf.compile(kept, HUGE_BYTES, **{**options, "strategy": "checkpoint_all"})
+    random_models.train(kept, recipe)
+    kept = state(kept)
+    if recipe["precision"] == "float64":
+        require_near("plain", plain, kept)
+
+    model = random_models.build(recipe)
+    spec = random_models.specification(recipe, model)
+    least_bytes, plain_bytes = limits(model, spec, cache_dir)
+    budget = least_bytes + round(recipe["fraction"] * max(0, plain_bytes - least_bytes))
+    result = {"least_bytes": least_bytes, "plain_bytes": plain_bytes, "budget_bytes": budget}
+    watch = _Watch(model, budget)
+    try:
+        checkmate_tf.compile(model, budget, input_spec=spec if recipe["at_once"] else None, **options)
+        with watch:
+            random_models.train(model, recipe)
+    except InfeasibleBudget as error:
+        if budget >= least_bytes and not recipe["partial"]:
+            raise Failure("proof", f"{budget} said to be infeasible, {least_bytes} was found: {error}") from error
+        return {**result, "outcome": "refused", "why": str(error)[:300]}
+    except CheckmateError as error:
+        return {**result, "outcome": "refused", "why": f"{type(error).__name__}: {error}"[:300]}
+    report = checkmate_tf.report(model)
+    trained = state(model)
+    require_same_bits(kept, trained)
+    steps = [step for step in train_step.planned_training(model)._steps.values() if step is not None]
+    require_within(steps, watch, budget)
+    return {
+        **result,
+        "outcome": "ok",
+        "recomputed": sum(report.recomputed.values()),
+        "notes": list(report.notes),
+        "planned_steps": len(steps),
+        "predicted_bytes": report.predicted_peak_bytes,
+        "measured_bytes": report.measured_peak_bytes,
+        "form": recipe["form"],
+    }
+
+
+def limits(model, spec, cache_dir: str) -> tuple[int, int]:
+    """The least budget found and the predicted plain peak, in bytes; checks that looking changes nothing.
+
+    Raises:
+        Failure: The model was changed.
+    """
+    before = state(model)
+    settings = Settings(budget=1.0, cache_dir=cache_dir, time_limit_s=TIME_LIMIT_S)
+    found = train_step.on_profiled(
+        model, settings, spec, lambda profiled: (profiled.minimum_budget().peak_bytes, profiled.plain_peak_bytes())
+    )
+    after = dict(state(model))
+    changed = [name for name, value in before if not np.array_equal(value, after[name], equal_nan=True)]
+    if changed:
+        raise Failure("changed", f"looking for limits changed {changed[:5]}")
+    return found
+
+
+class _Watch:
+    """Sees the allocator's peak at every step, planned or not, but not what planning takes meanwhile."""
+
+    def __init__(self, watched, budget_bytes: int):
+        self.over: list[str] = []
+        self._watched, self._budget_bytes = watched, budget_bytes
+
+    def __enter__(self):
+        training = train_step.planned_training(self._watched)
+        run = training._run
+
+        def watched(data):
+            known = len(training._steps)
+            tf.config.experimental.reset_memory_stats("CPU:0")
+            result = run(data)
+            peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
+            if len(training._steps) == known and peak > self._budget_bytes:
+                self.over.append(f"a step took {peak} of {self._budget_bytes}")
+            return result
+
+        training._run = watched
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        training = train_step.planned_training(self._watched)
+        if training is not None:
+            del training._run
+
+
+def require_within(steps, watch: _Watch, budget_bytes: int) -> None:
+    for step in steps:
+        planned_again = [note for note in step._notes if "a step took" in note]
+        if planned_again or max(step._peaks, default=0) > budget_bytes:
+            raise Failure("over", f"{step._peaks} of {budget_bytes}; {step._notes}")
+        if step.measured_peak_bytes is not None:
+            off = abs(step.candidate.peak_bytes - step.measured_peak_bytes)
+            if off > max(PREDICTION * step.measured_peak_bytes, GRANULARITY_BYTES):
+                raise Failure("prediction", f"{step.candidate.peak_bytes} predicted, {step._peaks} measured")
+    if watch.over:
+        raise Failure("over", "; ".join(watch.over))
+
+
+def state(model) -> list:
+    """(name, value) of all that training may change, metrics included."""
+    optimizer = model.optimizer
+    variables = [
+        *model.variables,
+        *optimizer.variables,
+        *getattr(getattr(optimizer, "inner_optimizer", None), "variables", ()),
+    ]
+    return [(f"{k}:{v.path}", tf.convert_to_tensor(getattr(v, "value", v)).numpy()) for k, v in enumerate(variables)]
+
+
+def require_same_bits(kept: list, trained: list) -> None:
+    differ = [name for (name, one), (_, other) in zip(kept, trained, strict=True) if one.tobytes() != other.tobytes()]
+    if differ:
+        raise Failure("bits", f"{len(differ)} of {len(kept)} differ from the engine that keeps all: {differ[:5]}")
+
+
+def require_near(what: str, expected: list, found: list) -> None:
+    """Relative to the largest value of each variable, not a number where the other is none."""
+    far = {}
+    for (name, one), (_, other) in zip(expected, found, strict=True):
+        one, other = one.astype("float64"), other.astype("float64")
+        scale = max(1.0, float(np.nanmax(np.abs(one), initial=0.0)))
+        if not np.allclose(one / scale, other / scale, rtol=0, atol=TOLERANCE, equal_nan=True):
+            far[name] = float(np.nanmax(np.abs(one - other)) / scale)
+    if far:
+        raise Failure(what, f"{len(far)} of {len(expected)} are far from plain Keras: {dict(list(far.items())[:5])}")
+
+
+def set_precision(policy: str) -> None:
+    keras.config.set_floatx("float64" if policy == "float64" else "float32")
+    keras.config.set_dtype_policy(policy)
+
+
+def _say(line: dict) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
