@@ -25,7 +25,8 @@ from checkmate_tf.lowering.rebuild import as_function, call_unoptimized
 _log = logging.getLogger(__name__)
 
 _CACHE_VERSION = 1
-_SMALL_BYTES = 1 << 14  # ops that touch nothing larger are given _SMALL_OP_S unmeasured
+_SMALL_BYTES = 1 << 14  # ops that touch nothing larger are given _SMALL_OP_S unmeasured, without workspace,
+_SCRATCH_KINDS = ("Conv", "Pool")  # but for those with this in their type, which take MiB of it for the smallest tensor
 _SMALL_OP_S = 2e-6
 _REPEATS = 2
 _TARGET_S = 0.02  # measure short ops until this much time is spent, or _MOST_REPEATS
@@ -123,7 +124,7 @@ def _matters(step: ExtractedStep, op: int) -> bool:
     operation = step.graph.get_operation_by_name(step.op_graph.names[op])
     tensors = [*operation.inputs, *operation.outputs]
     return (
-        _is_large(step, op)
+        (_is_large(step, op) or any(kind in operation.type for kind in _SCRATCH_KINDS))
         and not step.op_graph.once[op]
         and operation.type not in _CONTROL_FLOW
         and all(t.shape.is_fully_defined() and t.dtype not in (tf.resource, tf.variant, tf.string) for t in tensors)

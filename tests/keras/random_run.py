@@ -109,16 +109,15 @@ def summary(results: list[dict]) -> dict:
     outcomes = collections.Counter(result["outcome"] for result in results)
     failures = collections.Counter(result["what"] for result in results if result["outcome"] == "failed")
     ok = [result for result in results if result["outcome"] == "ok"]
-    off = [abs(r["predicted_bytes"] - r["measured_bytes"]) for r in ok if r["measured_bytes"]]
+    steps = [step for result in ok for step in result["steps"] if step["measured_bytes"]]
+    off = [(abs(step["predicted_bytes"] - step["measured_bytes"]), step["measured_bytes"]) for step in steps]
     return {
         "models": len(results),
         "outcomes": dict(outcomes),
         "failures": dict(failures),
         "with_recomputation": sum(result["recomputed"] > 0 for result in ok),
-        "largest_prediction_error_bytes": max(off, default=0),
-        "largest_prediction_error": max(
-            (abs(r["predicted_bytes"] / r["measured_bytes"] - 1) for r in ok if r["measured_bytes"]), default=0.0
-        ),
+        "largest_prediction_error_bytes": max((error for error, _ in off), default=0),
+        "largest_prediction_error": max((error / measured for error, measured in off), default=0.0),
     }
 
 
