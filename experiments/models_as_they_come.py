@@ -47,11 +47,11 @@ class Trained:
     """What some steps of training have left.
 
     Attributes:
-        state: (name, value) of all variables.
+        state: Values of all variables.
         report: Of the planned step, or None for plain training.
     """
 
-    state: list[tuple[str, np.ndarray]]
+    state: list[np.ndarray]
     report: checkmate_tf.Report | None
 
 
@@ -102,8 +102,8 @@ def fitted(build: Callable[[], keras.Model], data, batch: int = 16, **options) -
     return train
 
 
-def state(variables) -> list[tuple[str, np.ndarray]]:
-    return [(v.path, tf.convert_to_tensor(getattr(v, "value", v)).numpy()) for v in variables]
+def state(variables) -> list[np.ndarray]:
+    return [tf.convert_to_tensor(getattr(v, "value", v)).numpy() for v in variables]
 
 
 def compiled(model: keras.Model, optimizer=None, loss=None, **options) -> keras.Model:
@@ -387,9 +387,7 @@ def run(name: str, cache_dir: str) -> dict:
 
 def difference(plain, planned) -> float:
     """The largest of all variables, relative to the largest value of each."""
-    if [name for name, _ in plain] != [name for name, _ in planned]:
-        raise ValueError("plain and planned training have other variables")
-    pairs = [(a.astype("float64"), b.astype("float64")) for (_, a), (_, b) in zip(plain, planned, strict=True)]
+    pairs = [(a.astype("float64"), b.astype("float64")) for a, b in zip(plain, planned, strict=True)]
     return max(float(np.abs(a - b).max(initial=0.0)) / max(1.0, float(np.abs(a).max(initial=0.0))) for a, b in pairs)
 
 

@@ -1,7 +1,7 @@
 """Files that are damaged or made to do harm: each is refused with one of the project's own errors, or read in full.
 
-The kinds are generated: every place in a good document is taken out, or gets each of the hostile values; its text is cut
-short and has bits flipped.
+The kinds are generated: every place in a good document is taken out, or gets each of the hostile values; its text is
+cut short and has bits flipped.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import os
 import pathlib
@@ -19,9 +20,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 
 import hypothesis
 from random_models import recipes
+
+from checkmate_tf._files import write_atomically
 
 HERE = pathlib.Path(__file__).parent
 PER_WORKER = 10
@@ -61,47 +65,53 @@ def environment() -> dict[str, str]:
     }
 
 
-def check(cases: list[dict], cache_dir: str) -> list[dict]:
+def checked(cases: list[dict], cache_dir: str) -> Iterator[dict]:
     """Checks cases in a process; one that ends it or takes too long has failed, and the others get a new process."""
-    results: list[dict] = []
     while cases:
-        done, end = _run_worker(cases, cache_dir)
-        results += done
-        cases = cases[len(done) :]
-        if cases:
-            results.append({"number": cases[0]["number"], "outcome": "failed", **end})
+        end = {}
+        for result in _from_worker(cases, cache_dir, end):
+            yield result
             cases = cases[1:]
-    return results
+        if cases:
+            yield {"number": cases[0]["number"], "outcome": "failed", **end}
+            cases = cases[1:]
 
 
-def _run_worker(cases: list[dict], cache_dir: str) -> tuple[list[dict], dict]:
-    """The results of those cases that a new process came to the end of, and how it ended."""
+def _from_worker(cases: list[dict], cache_dir: str, end: dict) -> Iterator[dict]:
+    """The results of those cases that a new process comes to the end of; how it ended goes into `end`."""
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, str(HERE / "random_worker.py"), cache_dir],
             env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
         lines: queue.Queue = queue.Queue()
-        reader = threading.Thread(target=lambda: [lines.put(line) for line in [*process.stdout, None]], daemon=True)
         process.stdin.write("".join(json.dumps(case) + "\n" for case in cases))
         process.stdin.close()
-        reader.start()
-        results, what = [], "crash"
-        while True:
-            try:
-                line = lines.get(timeout=TIMEOUT_S)
-            except queue.Empty:
-                what = "timeout"
-                break
-            if line is None:
-                break
-            said = json.loads(line)
-            if said["outcome"] != "begun":
-                results.append(said)
-        process.kill()
-        process.wait()
+        threading.Thread(
+            target=lambda: [lines.put(line) for line in itertools.chain(process.stdout, [None])], daemon=True
+        ).start()
+        try:
+            yield from _results(lines)
+            end["what"] = "crash"
+        except queue.Empty:
+            end["what"] = "timeout"
+        finally:
+            process.kill()
+            process.wait()
         errors.seek(0)
-        return results, {"what": what, "why": f"exit {process.returncode}: {errors.read()[-2000:]}"}
+        end["why"] = f"exit {process.returncode}: {errors.read()[-2000:]}"
+
+
+def _results(lines: queue.Queue) -> Iterator[dict]:
+    """What a worker says of the cases that it has come to the end of.
+
+    Raises:
+        queue.Empty: It says nothing for too long.
+    """
+    while (line := lines.get(timeout=TIMEOUT_S)) is not None:
+        said = json.loads(line)
+        if said["outcome"] != "begun":
+            yield said
 
 
 def summary(results: list[dict]) -> dict:
@@ -140,18 +150,14 @@ def main(arguments: list[str] | None = None) -> int:
                 for k, recipe in enumerate(drawn(options.seed, worker))
             ][skip : skip + options.models - len(results)]
             recipe_of = {case["number"]: case["recipe"] for case in cases}
-            for result in check(cases, cache_dir):
+            for result in checked(cases, cache_dir):
                 if result["outcome"] == "failed":
                     result["recipe"] = recipe_of[result["number"]]
                 results.append(result)
-            document = {"version": VERSION, "seed": options.seed, "summary": summary(results), "results": results}
-            new = options.json.with_suffix(".tmp")
-            new.write_text(json.dumps(document, indent=1))
-            new.replace(options.json)
-            sys.stdout.write(
-                f"{len(results)} models, {time.monotonic() - start:.0f} s: {json.dumps(document['summary'])}",
-                flush=True,
-            )
+                document = {"version": VERSION, "seed": options.seed, "summary": summary(results), "results": results}
+                write_atomically(options.json, json.dumps(document, indent=1))
+                sys.stdout.write(f"{time.monotonic() - start:.0f} s: {json.dumps(document['summary'])}\n")
+                sys.stdout.flush()
     return int(any(result["outcome"] == "failed" for result in results))
 
 
