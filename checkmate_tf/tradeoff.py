@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from checkmate_tf._files import parse_json
 from checkmate_tf._text import aligned
 from checkmate_tf._version import __version__
 from checkmate_tf.budget import format_bytes
@@ -118,10 +119,7 @@ class TradeoffCurve:
         Raises:
             FileError: The text is no curve, or one that this version of the package does not read.
         """
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise FileError(f"a tradeoff curve must be JSON; this text is not: {error}") from error
+        data = parse_json(text, "a tradeoff curve")
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise FileError(f'a tradeoff curve must be a JSON object with "format": "{FORMAT}"; this text is not one.')
         if data.get("version") != FORMAT_VERSION:
@@ -136,7 +134,7 @@ class TradeoffCurve:
                 points=tuple(_point(row) for row in data["points"]),
                 fingerprint=dict(data["fingerprint"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise FileError(
                 f"a tradeoff curve must have all its fields, of the right kind; {_reason(error)}"
             ) from error

@@ -19,19 +19,20 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 from checkmate_tf._files import write_atomically
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.lowering.arena import exact_chunks
+from checkmate_tf.lowering.device import uncounted_below_bytes
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.rebuild import as_function, call_unoptimized
 
 _log = logging.getLogger(__name__)
 
-_CACHE_VERSION = 1
-_SMALL_BYTES = 1 << 14  # ops that touch nothing larger are given _SMALL_OP_S unmeasured
+_CACHE_VERSION = 2
+_SMALL_BYTES = 1 << 14  # ops that touch nothing larger are given _SMALL_OP_S unmeasured, without workspace,
+_SCRATCH_KINDS = ("Conv", "Pool")  # but for those with this in their type, which take MiB of it for the smallest tensor
 _SMALL_OP_S = 2e-6
 _REPEATS = 2
 _TARGET_S = 0.02  # measure short ops until this much time is spent, or _MOST_REPEATS
 _MOST_REPEATS = 15
 _KNOWN_BYTES = 4096  # inputs up to this size are part of an op's signature where their value is known
-_COUNTED_BYTES = 1 << 18  # smaller tensors are not counted by every allocator
 _BLOCK_MARGIN_BYTES = 256 << 20
 _POOLING = frozenset({"MaxPool", "MaxPool3D"})
 _POOLED_ITEM_BYTES = 4  # oneDNN pools float32 here
@@ -123,7 +124,7 @@ def _matters(step: ExtractedStep, op: int) -> bool:
     operation = step.graph.get_operation_by_name(step.op_graph.names[op])
     tensors = [*operation.inputs, *operation.outputs]
     return (
-        _is_large(step, op)
+        (_is_large(step, op) or any(kind in operation.type for kind in _SCRATCH_KINDS))
         and not step.op_graph.once[op]
         and operation.type not in _CONTROL_FLOW
         and all(t.shape.is_fully_defined() and t.dtype not in (tf.resource, tf.variant, tf.string) for t in tensors)
@@ -188,7 +189,9 @@ def _measure(step: ExtractedStep, nodes: dict, op: int, device: str) -> OpProfil
     _check_shapes(call_unoptimized(run, list(arguments.values())), operation)
     time_s, extra = _time_and_peak(lambda: call_unoptimized(run, list(arguments.values())), device)
     out = [_nbytes(t) for t in operation.outputs]
-    same_size = [k for k in arguments if _nbytes(operation.inputs[k]) == out[0] and out[0] >= _COUNTED_BYTES]
+    uncounted = uncounted_below_bytes(device)
+    seen = out[0] >= max(uncounted, _SMALL_BYTES)
+    same_size = [k for k in arguments if seen and _nbytes(operation.inputs[k]) == out[0]]
     if len(out) == 1 and same_size and extra < out[0] // 2:
         return OpProfile(time_s, 0, alias=same_size[0])
     takeover = []
@@ -197,7 +200,7 @@ def _measure(step: ExtractedStep, nodes: dict, op: int, device: str) -> OpProfil
         run = _single_op(nodes[operation.name], operation, known, fresh=k)
         if _peak_bytes(lambda f=run, a=others: call_unoptimized(f, a), device) < extra + out[0] // 2:
             takeover.append(k)
-    counted = sum(size for size in out if size >= _COUNTED_BYTES)
+    counted = sum(size for size in out if size >= uncounted)
     return OpProfile(time_s, max(0, extra - counted), tuple(takeover))
 
 
@@ -350,6 +353,7 @@ class _Cache:
             "details": str(details(physical[0])) if physical and physical[0].device_type != "CPU" else "",
             "cores": os.cpu_count(),
             "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", ""),
+            "uncounted_below_bytes": uncounted_below_bytes(device),
         }
         self.ops: dict[str, OpProfile] = {}
         name = hashlib.sha256(json.dumps(self._header, sort_keys=True).encode()).hexdigest()[:16]

@@ -82,6 +82,8 @@ def minimum_budget(
     floor = max(graph.fixed_bytes, int(once_bound.max(initial=0)))
     solver = solver or StagesSolver(graph)
     best = solver.smallest(floor, Options(time_limit_s=time_limit_s, seed=seed))
+    if graph.n == 0:  # nothing in the step is large enough to be planned
+        return MinimumBudget(floor, best.to_schedule(graph), floor, floor, bottleneck="", bottleneck_bytes=(0, 0, 0))
     node = int(np.argmax(once_bound)) if best.peak_bytes <= floor else solver.evaluator.peak_node(best)
     inputs = int(graph.out_bytes[list(graph.deps[node])].sum())
     return MinimumBudget(

@@ -70,6 +70,22 @@ def test_other_ops_take_nothing_over(measured, kind):
     assert graph.takeover[op] == ()
 
 
+def test_tiny_convolutions_are_measured_as_their_gradients_take_much_workspace():
+    """Of a few hundred bytes each, in float64: Eigen's blocks take MiB, which had been left out of the promise."""
+
+    def gradients(x, kernel):
+        with tf.GradientTape() as tape:
+            tape.watch((x, kernel))
+            y = tf.nn.conv2d(x, kernel, 1, "SAME")
+        return tape.gradient(y, (x, kernel))
+
+    spec = tf.TensorSpec((4, 3, 1, 4), tf.float64), tf.TensorSpec((1, 1, 4, 4), tf.float64)
+    result = profile(extract(trace(gradients, *spec)), DEVICE)
+    kinds = result.op_graph.types
+    assert result.costs.workspace_bytes[kinds.index("Conv2DBackpropInput")] > 1 << 20
+    assert result.costs.workspace_bytes[kinds.index("Conv2DBackpropFilter")] > 1 << 20
+
+
 def test_renaming_that_is_only_found_by_measuring_shares_storage():
     def run(x):
         return tf.sin(tf.raw_ops.Slice(input=tf.tanh(x), begin=tf.cast(x[0, :2] * 0, tf.int32), size=[512, 1024]))

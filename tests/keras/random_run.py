@@ -1,0 +1,165 @@
+"""Run as a program: draws random models, checks each in a worker process, and writes what came out as JSON.
+
+    python tests/keras/random_run.py --models 2000 --seed 0 --json random_models.json
+
+goes on where the file ends, and exits with 1 where something failed. Model number k of a seed is the same whatever
+the number of models. A worker has a few models and goes, so that memory does not grow over thousands of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import os
+import pathlib
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+
+import hypothesis
+from random_models import recipes
+
+from checkmate_tf._files import write_atomically
+
+HERE = pathlib.Path(__file__).parent
+PER_WORKER = 10
+TIMEOUT_S = 600.0  # for one model
+VERSION = 1
+
+
+def drawn(seed: int, worker: int) -> list[dict]:
+    """The recipes of one worker."""
+    found: list[dict] = []
+
+    @hypothesis.seed(seed * 1_000_003 + worker)
+    @hypothesis.settings(
+        max_examples=4 * PER_WORKER,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(recipes())
+    def collect(recipe):
+        if recipe not in found:
+            found.append(recipe)
+
+    collect()
+    return found[1 :: len(found) // PER_WORKER][:PER_WORKER]  # the first is the simplest, always the same
+
+
+def environment() -> dict[str, str]:
+    """Settings under which equal graphs give equal bits."""
+    return {
+        **os.environ,
+        "TF_ENABLE_ONEDNN_OPTS": "0",
+        "TF_CPU_ALLOCATOR_USE_BFC": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1]), *filter(None, sys.path)]),
+    }
+
+
+def checked(cases: list[dict], cache_dir: str) -> Iterator[dict]:
+    """Checks cases in a process; one that ends it or takes too long has failed, and the others get a new process."""
+    while cases:
+        end = {}
+        for result in _from_worker(cases, cache_dir, end):
+            yield result
+            cases = cases[1:]
+        if cases:
+            yield {"number": cases[0]["number"], "outcome": "failed", **end}
+            cases = cases[1:]
+
+
+def _from_worker(cases: list[dict], cache_dir: str, end: dict) -> Iterator[dict]:
+    """The results of those cases that a new process comes to the end of; how it ended goes into `end`."""
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "random_worker.py"), cache_dir],
+            env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+        )  # fmt: skip
+        lines: queue.Queue = queue.Queue()
+        process.stdin.write("".join(json.dumps(case) + "\n" for case in cases))
+        process.stdin.close()
+        threading.Thread(
+            target=lambda: [lines.put(line) for line in itertools.chain(process.stdout, [None])], daemon=True
+        ).start()
+        try:
+            yield from _results(lines)
+            end["what"] = "crash"
+        except queue.Empty:
+            end["what"] = "timeout"
+        finally:
+            process.kill()
+            process.wait()
+        errors.seek(0)
+        end["why"] = f"exit {process.returncode}: {errors.read()[-2000:]}"
+
+
+def _results(lines: queue.Queue) -> Iterator[dict]:
+    """What a worker says of the cases that it has come to the end of.
+
+    Raises:
+        queue.Empty: It says nothing for too long.
+    """
+    while (line := lines.get(timeout=TIMEOUT_S)) is not None:
+        said = json.loads(line)
+        if said["outcome"] != "begun":
+            yield said
+
+
+def summary(results: list[dict]) -> dict:
+    """Counts, and what failed."""
+    outcomes = collections.Counter(result["outcome"] for result in results)
+    failures = collections.Counter(result["what"] for result in results if result["outcome"] == "failed")
+    ok = [result for result in results if result["outcome"] == "ok"]
+    steps = [step for result in ok for step in result["steps"] if step["measured_bytes"]]
+    off = [(abs(step["predicted_bytes"] - step["measured_bytes"]), step["measured_bytes"]) for step in steps]
+    return {
+        "models": len(results),
+        "outcomes": dict(outcomes),
+        "failures": dict(failures),
+        "with_recomputation": sum(result["recomputed"] > 0 for result in ok),
+        "largest_prediction_error_bytes": max((error for error, _ in off), default=0),
+        "largest_prediction_error": max((error / measured for error, measured in off), default=0.0),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("random_models.json"))
+    options = parser.parse_args(arguments)
+    past = json.loads(options.json.read_text()) if options.json.exists() else {"seed": options.seed, "results": []}
+    if past["seed"] != options.seed:
+        parser.error(f"{options.json} holds models of seed {past['seed']}")
+    results = past["results"]
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as cache_dir:
+        while len(results) < options.models:
+            worker, skip = divmod(len(results), PER_WORKER)
+            cases = [
+                {"number": worker * PER_WORKER + k, "recipe": recipe}
+                for k, recipe in enumerate(drawn(options.seed, worker))
+            ][skip : skip + options.models - len(results)]
+            recipe_of = {case["number"]: case["recipe"] for case in cases}
+            for result in checked(cases, cache_dir):
+                if result["outcome"] == "failed":
+                    result["recipe"] = recipe_of[result["number"]]
+                results.append(result)
+                document = {"version": VERSION, "seed": options.seed, "summary": summary(results), "results": results}
+                write_atomically(options.json, json.dumps(document, indent=1))
+                sys.stdout.write(f"{time.monotonic() - start:.0f} s: {json.dumps(document['summary'])}\n")
+                sys.stdout.flush()
+    return int(any(result["outcome"] == "failed" for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
