@@ -67,3 +67,21 @@ def test_peers_are_shown_with_what_is_wrong_with_them(readme_table):
     assert lines[3] == "| Transformer | by hand | 0.40 | 1.30 | no plan found |  | 0.09 / - | - / - |"
     assert "does not run: TypeError" in lines[4]
     assert len({line.count("|") for line in lines}) == 1
+
+
+def test_readme_says_what_rounding_does():
+    content = json.loads((RESULTS / "rounding.json").read_text())
+    last = {
+        (row["optimizer"], row["conv_biases"], row["program"]): row["distance_of_weights"][-1]
+        for row in content["rows"]
+    }
+    readme = (ROOT / "README.md").read_text()
+    for label, optimizer, biases in (
+        ("SGD", "sgd", False),
+        ("Adam", "adam", False),
+        ("Adam, convolutions with biases", "adam", True),
+    ):
+        line = next(line for line in readme.splitlines() if line.startswith(f"| {label} |"))
+        quoted = [float(cell.split()[0]) for cell in line.strip("|").split("|")[1:]]
+        assert quoted == [last[optimizer, biases, program] for program in ("plain", "plain, moved", "fused")]
+        assert last[optimizer, biases, "fused"] <= max(1e-4, 2 * last[optimizer, biases, "plain"])

@@ -165,7 +165,8 @@ def coarsen(graph: OpGraph, costs: Costs, *, small_bytes: int, fixed_bytes: int)
     An op matters if it allocates at least `small_bytes`, or is a gradient op that reads such storage.
     Ops between which there is nothing to decide become one node (`grouping`). Values below
     `small_bytes` are kept, and what they can hold at once is counted in the fixed bytes; the
-    cost of all other ops is carried by the last node, which every schedule runs once.
+    cost of all other ops, and what first runs cost beyond later ones, is carried by the last node,
+    which every schedule runs once: a node's own cost is that of running it again.
 
     The nodes hold at least what the ops hold, but for what they do not see: forward ops that read
     large storage and make nothing large, and updates that wait for a recomputation.
@@ -182,10 +183,9 @@ def coarsen(graph: OpGraph, costs: Costs, *, small_bytes: int, fixed_bytes: int)
     grouped = group_ops(large, costs)
     groups = tuple(group.ops for group in grouped)
     node_of = {op: k for k, group in enumerate(groups) for op in group}
-    time_s = costs.time_s
-    cost = np.array([time_s[list(group)].sum() for group in groups])
+    cost = np.array([costs.again_s[list(group)].sum() for group in groups])
     if len(groups):
-        cost[-1] += time_s.sum() - cost.sum()
+        cost[-1] += costs.time_s.sum() - cost.sum()
     edges = {(node_of[d], k) for k, group in enumerate(groups) for op in group for d in large.reads[op]}
     edges |= {(node_of[op], len(groups) - 1) for op in results}  # the last node holds what the step returns
     small = _small_bytes_held(graph, large.members, np.where(owned < small_bytes, owned, 0))

@@ -36,6 +36,9 @@ class OpGraph:
         is_gradient: bool (ops,). The op depends on a gradient or belongs to an update.
         results: Tensors that the step returns; they are live when it ends.
         pairs: For an op, the op that it should directly follow, because the runtime fuses the two.
+        again: For an op that a leaner one can stand in for when it runs again: the tensors that the
+            leaner one reads, some of them the op's own from its first run. It makes the first output
+            only, the same to the bit; the others stay as the first run made them.
     """
 
     names: tuple[str, ...]
@@ -52,6 +55,15 @@ class OpGraph:
     is_gradient: np.ndarray
     results: tuple[int, ...] = ()
     pairs: dict[int, int] = dataclasses.field(default_factory=dict)
+    again: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    def read_by(self, op: int, *, again: bool) -> tuple[int, ...]:
+        """The tensors that an op reads when it runs for the first time, or again."""
+        return self.again[op] if again and op in self.again else self.inputs[op]
+
+    def made_by(self, op: int, *, again: bool) -> tuple[int, ...]:
+        """The tensors that an op makes when it runs for the first time, or again."""
+        return self.outputs[op][:1] if again and op in self.again else self.outputs[op]
 
     @property
     def n(self) -> int:
@@ -139,9 +151,20 @@ class Costs:
     """What each op costs to run.
 
     Attributes:
-        time_s: float64 (ops,). Seconds.
+        time_s: float64 (ops,). Seconds of the first run.
         workspace_bytes: int64 (ops,). Scratch in use while the op runs, beside inputs and outputs.
+        again_s: float64 (ops,). Seconds of each later run. Defaults to those of the first.
     """
 
     time_s: np.ndarray
     workspace_bytes: np.ndarray
+    again_s: np.ndarray | None = None
+
+    def __post_init__(self):
+        if self.again_s is None:
+            object.__setattr__(self, "again_s", self.time_s)
+
+    def sequence_s(self, ops: np.ndarray) -> float:
+        """Seconds of a sequence of ops, in which those that repeat run again."""
+        first = np.unique(ops)
+        return float(self.again_s[ops].sum() + (self.time_s - self.again_s)[first].sum())

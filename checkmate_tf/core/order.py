@@ -36,8 +36,9 @@ def permute(graph: OpGraph, costs: Costs, order: Sequence[int]) -> tuple[OpGraph
         once=graph.once[order],
         is_gradient=graph.is_gradient[order],
         pairs={place[b]: place[a] for b, a in graph.pairs.items()},
+        again={place[op]: reads for op, reads in graph.again.items()},
     )
-    return permuted, Costs(costs.time_s[order], costs.workspace_bytes[order])
+    return permuted, Costs(costs.time_s[order], costs.workspace_bytes[order], costs.again_s[order])
 
 
 def low_peak_order(graph: OpGraph, *, settle: bool) -> list[int]:

@@ -84,32 +84,34 @@ def compile_plan(graph: OpGraph, sequence: Sequence[int]) -> Plan:
     """
     ops = np.asarray(sequence, dtype=np.int64)
     producer, storage = graph.producer.tolist(), graph.storage.tolist()
-    latest: dict[int, int] = {}
+    latest: dict[int, int] = {}  # tensor -> the last step that made it
+    ran: set[int] = set()
     home: dict[tuple[int, int], tuple[int, int]] = {}  # (step, tensor) -> (step, owning tensor)
     last_use: dict[tuple[int, int], int] = {}
     sources: list[tuple[int, ...]] = []
     for step, op in enumerate(ops.tolist()):
         try:
-            reads = tuple(latest[producer[t]] for t in graph.inputs[op])
+            read = graph.read_by(op, again=op in ran)
+            reads = tuple(latest[t] for t in read)
         except KeyError as error:
-            raise GraphError(
-                f"step {step}: op {graph.names[op]} runs before {graph.names[error.args[0]]}, whose value it reads."
-            ) from None
+            unmade = graph.names[producer[error.args[0]]]
+            raise GraphError(f"step {step}: op {graph.names[op]} runs before {unmade}, whose value it reads.") from None
         sources.append(reads)
-        latest[op] = step
         owners = {}
-        for t, source in zip(graph.inputs[op], reads, strict=True):
+        for t, source in zip(read, reads, strict=True):
             owner = home[source, t]
             owners.setdefault(storage[t], owner)
             last_use[owner] = step
-        for t in graph.outputs[op]:
+        for t in graph.made_by(op, again=op in ran):
+            latest[t] = step
             owner = (step, t) if storage[t] == t else owners.get(storage[t], (step, t))
             home[step, t] = owner
             last_use[owner] = step
-    missing = [producer[t] for t in graph.results if producer[t] not in latest]
+        ran.add(op)
+    missing = [producer[t] for t in graph.results if t not in latest]
     if missing:
         raise GraphError(f"op {graph.names[missing[0]]} never runs, but the step returns its value.")
-    live_at_end = {home[latest[producer[t]], t] for t in graph.results}
+    live_at_end = {home[latest[t], t] for t in graph.results}
     owned = graph.owned_bytes
     position = {t: k for outputs in graph.outputs for k, t in enumerate(outputs)}
     frees: list[list[tuple[int, int]]] = [[] for _ in range(len(ops))]

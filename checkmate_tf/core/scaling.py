@@ -65,7 +65,7 @@ class BatchScaling:
         tensor_bytes = np.maximum(0, np.rint(self.op_graph.tensor_bytes + change)).astype(np.int64)
         factor = np.where(self.grows, rows / self.rows, 1.0)
         workspace = np.rint(self.costs.workspace_bytes * factor).astype(np.int64)
-        costs = Costs(self.costs.time_s * factor, workspace)
+        costs = Costs(self.costs.time_s * factor, workspace, self.costs.again_s * factor)
         return dataclasses.replace(self.op_graph, tensor_bytes=tensor_bytes), costs
 
 
@@ -76,4 +76,4 @@ def one_more_forward_pass(op_graph: OpGraph, costs: Costs) -> float:
         Jain et al., Checkmate, MLSys 2020, equation 10.
     """
     total = float(costs.time_s.sum())
-    return 1.0 + float(costs.time_s[~op_graph.is_gradient].sum()) / total if total else 1.0
+    return 1.0 + float(costs.again_s[~op_graph.is_gradient].sum()) / total if total else 1.0

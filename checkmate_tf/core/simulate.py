@@ -68,8 +68,9 @@ def simulate(graph: OpGraph, plan: Plan, workspace_bytes: np.ndarray | None = No
     held = np.zeros(steps, dtype=np.int64)
     events: list[tuple[int, int, int]] = []
     buffers = live = 0
+    repeats = plan.instance > 0
     for step, (op, sources) in enumerate(zip(plan.ops.tolist(), plan.sources, strict=True)):
-        inputs, outputs = graph.inputs[op], graph.outputs[op]
+        inputs, outputs = graph.read_by(op, again=repeats[step]), graph.made_by(op, again=repeats[step])
         owners = [home[source, t] for source, t in zip(sources, inputs, strict=True)]
         dying = {(s, graph.outputs[plan.ops[s]][k]) for s, k in plan.frees[step]}
         taken = _takeover(graph, op, inputs, owners, dying, owned)

@@ -55,11 +55,14 @@ def _check_shape(graph: OpGraph, plan: Plan) -> None:
     """Every step runs an op of the graph and names one source per input."""
     if not len(plan.ops) == len(plan.sources) == len(plan.frees):
         raise InvalidPlan("a plan must have sources and frees for each of its steps.")
+    ran: set[int] = set()
     for step, (op, sources) in enumerate(zip(plan.ops.tolist(), plan.sources, strict=True)):
         if not 0 <= op < graph.n:
             raise InvalidPlan(f"step {step} runs op {op}; the graph has {graph.n}.")
-        if len(sources) != len(graph.inputs[op]):
-            raise InvalidPlan(f"step {step} ({graph.names[op]}) must read {len(graph.inputs[op])} values.")
+        read = graph.read_by(op, again=op in ran)
+        ran.add(op)
+        if len(sources) != len(read):
+            raise InvalidPlan(f"step {step} ({graph.names[op]}) must read {len(read)} values.")
         if not all(0 <= source < step for source in sources):
             raise InvalidPlan(f"step {step} ({graph.names[op]}) reads the value of a step that has not run.")
 
@@ -68,14 +71,17 @@ def _check_values(graph: OpGraph, plan: Plan) -> None:
     """Every input is live when it is read; nothing is freed twice; results are live at the end."""
     live: set[tuple[int, int]] = set()
     owner: dict[tuple[int, int], tuple[int, int]] = {}
-    latest: dict[int, int] = {}
+    latest: dict[int, int] = {}  # op -> its last step
+    latest_value: dict[int, int] = {}  # tensor -> the last step that made it
+    made: list[tuple[int, ...]] = []  # tensors of each step
     frozen = graph.owned_bytes == 0  # aliases and persistent storage: nothing to free
     for statement in plan.statements():
         if isinstance(statement, Compute):
             step, op = statement.step, statement.op
             where = f"step {step} ({graph.names[op]})"
-            for t, source in zip(graph.inputs[op], plan.sources[step], strict=True):
-                if graph.producer[t] != plan.ops[source]:
+            read, makes = graph.read_by(op, again=op in latest), graph.made_by(op, again=op in latest)
+            for t, source in zip(read, plan.sources[step], strict=True):
+                if t not in made[source]:
                     raise InvalidPlan(f"{where} reads tensor {t} from step {source}, which does not make it.")
                 held = owner.get((source, t), (source, t))
                 if held not in live:
@@ -85,13 +91,15 @@ def _check_values(graph: OpGraph, plan: Plan) -> None:
             if missing:
                 raise InvalidPlan(f"{where} must wait for {graph.names[missing[0]]}.")
             by_storage: dict[int, tuple[int, int]] = {}  # an alias renames the first input with its storage
-            for t, s in zip(graph.inputs[op], plan.sources[step], strict=True):
+            for t, s in zip(read, plan.sources[step], strict=True):
                 by_storage.setdefault(int(graph.storage[t]), owner.get((s, t), (s, t)))
-            for t in graph.outputs[op]:
+            for t in makes:
                 own = graph.storage[t] == t
                 owner[step, t] = (step, t) if own else by_storage.get(int(graph.storage[t]), (step, t))
                 live.add(owner[step, t])
+                latest_value[t] = step
             latest[op] = step
+            made.append(makes)
         else:
             op = plan.ops[statement.step]
             tensor = graph.outputs[op][statement.output]
@@ -100,9 +108,8 @@ def _check_values(graph: OpGraph, plan: Plan) -> None:
                 raise InvalidPlan(f"storage of {graph.names[op]} is freed twice or not its own.")
             live.discard(value)
     for t in graph.results:
-        producer = int(graph.producer[t])
-        if producer not in latest or owner[latest[producer], t] not in live:
-            raise InvalidPlan(f"result of {graph.names[producer]} is not live at the end.")
+        if t not in latest_value or owner[latest_value[t], t] not in live:
+            raise InvalidPlan(f"result of {graph.names[int(graph.producer[t])]} is not live at the end.")
 
 
 def _check_side_effects(graph: OpGraph, plan: Plan) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
 from tensorflow.python.eager import wrap_function
 
 from checkmate_tf.core.opgraph import OpGraph
@@ -47,12 +48,14 @@ class ExtractedStep:
 
 def extract(traced: TracedStep) -> ExtractedStep:
     """Imports the simplified graph and describes it as an OpGraph."""
-    graph = wrap_function.wrap_function(lambda: tf.graph_util.import_graph_def(traced.graph_def, name=""), []).graph
+    graph = _imported(traced)
     on_cpu = "CPU" in device.name_of(traced.function.variables)
     for op in graph.get_operations():
         if op.type in _RESERVED and on_cpu:
-            op.outputs[-1].set_shape([_RESERVED[op.type](op.outputs[0].shape.num_elements())])
-    ops = _original_order(graph.get_operations(), traced)
+            elements = op.outputs[0].shape.num_elements() if op.get_attr("is_training") else 0
+            op.outputs[-1].set_shape([_RESERVED[op.type](elements)])
+    reruns = {op: graph.get_operation_by_name(node.name) for op, node in traced.again.items()}
+    ops = _original_order([op for op in graph.get_operations() if op not in reruns.values()], traced)
     number = {op.name: k for k, op in enumerate(ops)}
     tensors = [t for op in ops for t in op.outputs]
     tensor_number = {t.name: k for k, t in enumerate(tensors)}
@@ -79,9 +82,18 @@ def extract(traced: TracedStep) -> ExtractedStep:
         is_gradient=is_gradient,
         results=tuple(tensor_number[name] for name in traced.fetches),
         pairs=_fused_pairs(ops, number),
+        again={number[op]: tuple(tensor_number[t.name] for t in rerun.inputs) for op, rerun in reruns.items()},
     )
     op_graph.check()
     return ExtractedStep(traced, graph, op_graph, unsized)
+
+
+def _imported(traced: TracedStep) -> tf.Graph:
+    """The simplified graph, and the leaner ops that nothing reads yet."""
+    graph_def = graph_pb2.GraphDef()
+    graph_def.CopyFrom(traced.graph_def)
+    graph_def.node.extend(traced.again.values())
+    return wrap_function.wrap_function(lambda: tf.graph_util.import_graph_def(graph_def, name=""), []).graph
 
 
 def _original_order(ops: Sequence[tf.Operation], traced: TracedStep) -> list[tf.Operation]:

@@ -92,14 +92,16 @@ def profile(
     """
     graph = step.op_graph
     cache = _Cache(cache_dir, device)
-    nodes = {node.name: node for node in step.traced.graph_def.node}
-    keys = {op: _signature(step, nodes, op) for op in range(graph.n) if _matters(step, op)}
+    nodes = {node.name: node for node in [*step.traced.graph_def.node, *step.traced.again.values()]}
+    names = {op: graph.names[op] for op in range(graph.n) if _matters(step, op)}
+    reruns = {op: step.traced.again[names[op]].name for op in graph.again if op in names}
+    keys = {name: _signature(step, nodes, name) for name in [*names.values(), *reruns.values()]}
     distinct = dict.fromkeys(keys.values())
-    example = {key: op for op, key in reversed(keys.items())}
-    cache.drop([key for key in distinct if key in cache.ops and not _is_possible(graph, example[key], cache.ops[key])])
+    example = {key: name for name, key in reversed(keys.items())}
+    cache.drop([key for key in distinct if key in cache.ops and not _is_possible(step, example[key], cache.ops[key])])
     to_measure = [key for key in distinct if key not in cache.ops]
     failed: set[str] = set()
-    largest = max((_touched_bytes(graph, example[key]) for key in to_measure), default=0)
+    largest = max((_touched_by(step, example[key]) for key in to_measure), default=0)
     with exact_chunks(device, 3 * largest + _BLOCK_MARGIN_BYTES), tf.device(device):
         for k, key in enumerate(to_measure):
             if on_progress is not None:
@@ -107,13 +109,15 @@ def profile(
             try:
                 cache.ops[key] = _measure(step, nodes, example[key], device)
             except tf.errors.OpError as error:
-                _log.debug("cannot profile %s: %s", graph.names[example[key]], error)
+                _log.debug("cannot profile %s: %s", example[key], error)
                 failed.add(key)
     if to_measure:
         cache.write()
-    profiles = {op: cache.ops[key] for op, key in keys.items() if key in cache.ops}
+    profiles, again = (
+        {op: cache.ops[keys[name]] for op, name in runs.items() if keys[name] in cache.ops} for runs in (names, reruns)
+    )
     unmeasured = [op for op in range(graph.n) if _is_large(step, op) and op not in profiles]
-    op_graph, costs = _apply(graph, profiles, unmeasured)
+    op_graph, costs = _with_reruns(*_apply(graph, profiles, unmeasured), again)
     return Profile(
         op_graph, costs, len(distinct), len(to_measure) - len(failed), tuple(graph.names[op] for op in unmeasured)
     )
@@ -137,18 +141,24 @@ def _is_large(step: ExtractedStep, op: int) -> bool:
     return not graph.is_alias[op] and max((int(graph.tensor_bytes[t]) for t in touched), default=0) >= _SMALL_BYTES
 
 
-def _is_possible(graph: OpGraph, op: int, seen: OpProfile) -> bool:
+def _is_possible(step: ExtractedStep, name: str, seen: OpProfile) -> bool:
     """Whether the positions that a cached profile names exist."""
-    return max((*seen.takeover, -1 if seen.alias is None else seen.alias), default=-1) < len(graph.inputs[op])
+    inputs = step.graph.get_operation_by_name(name).inputs
+    return max((*seen.takeover, -1 if seen.alias is None else seen.alias), default=-1) < len(inputs)
+
+
+def _touched_by(step: ExtractedStep, name: str) -> int:
+    operation = step.graph.get_operation_by_name(name)
+    return sum(_nbytes(t) for t in (*operation.inputs, *operation.outputs))
 
 
 def _touched_bytes(graph: OpGraph, op: int) -> int:
     return sum(int(graph.tensor_bytes[t]) for t in (*graph.inputs[op], *graph.outputs[op]))
 
 
-def _signature(step: ExtractedStep, nodes: dict, op: int) -> str:
+def _signature(step: ExtractedStep, nodes: dict, name: str) -> str:
     """A digest of what decides an op's cost: its type, attributes, shapes, and inputs that are known."""
-    operation = step.graph.get_operation_by_name(step.op_graph.names[op])
+    operation = step.graph.get_operation_by_name(name)
     node = nodes[operation.name]
     digest = hashlib.sha256(operation.type.encode())
     for name in sorted(node.attr):
@@ -176,13 +186,13 @@ def _nbytes(tensor: tf.Tensor) -> int:
     return tensor.shape.num_elements() * tensor.dtype.size
 
 
-def _measure(step: ExtractedStep, nodes: dict, op: int, device: str) -> OpProfile:
+def _measure(step: ExtractedStep, nodes: dict, name: str, device: str) -> OpProfile:
     """Runs one op alone, with inputs that live on and with inputs that die at it.
 
     Raises:
         tf.errors.OpError: The op cannot run alone, or has not made what it makes in the step.
     """
-    operation = step.graph.get_operation_by_name(step.op_graph.names[op])
+    operation = step.graph.get_operation_by_name(name)
     known = {k: v for k, t in enumerate(operation.inputs) if (v := _known_value(t)) is not None}
     arguments = {k: _argument(t) for k, t in enumerate(operation.inputs) if k not in known}
     run = _single_op(nodes[operation.name], operation, known, fresh=None)
@@ -293,6 +303,18 @@ def _apply(graph: OpGraph, profiles: dict[int, OpProfile], unmeasured: list[int]
             time_s[op] = rate * _touched_bytes(graph, op)
     graph = dataclasses.replace(graph, storage=_follow(storage), takeover=tuple(takeover))
     return _with_pooling_indices(graph, profiles, workspace), Costs(time_s, workspace)
+
+
+def _with_reruns(graph: OpGraph, costs: Costs, again: dict[int, OpProfile]) -> tuple[OpGraph, Costs]:
+    """Enters what leaner reruns cost; drops those that are not faster or take storage over in another way."""
+    again_s, workspace = costs.time_s.copy(), costs.workspace_bytes.copy()
+    kept = {}
+    for op, seen in again.items():
+        taken = tuple(graph.again[op][k] for k in seen.takeover)
+        if seen.time_s < costs.time_s[op] and taken == graph.takeover[op] and seen.alias is None:
+            again_s[op], workspace[op] = seen.time_s, max(workspace[op], seen.workspace_bytes)
+            kept[op] = graph.again[op]
+    return dataclasses.replace(graph, again=kept), Costs(costs.time_s, workspace, again_s)
 
 
 def _with_pooling_indices(graph: OpGraph, profiles: dict[int, OpProfile], workspace: np.ndarray) -> OpGraph:

@@ -75,10 +75,11 @@ def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan):
         A concrete function with the feeds and fetches of the traced step.
     """
     graph_def, latest = planned_graph_def(traced, graph, plan)
+    made_once = {graph.names[op] for op in graph.again}  # all outputs but the first
 
     def renamed(tensor: str) -> str:
         op, _, output = tensor.partition(":")
-        return f"{latest.get(op, op)}:{output or 0}"
+        return tensor if op in made_once and int(output or 0) else f"{latest.get(op, op)}:{output or 0}"
 
     return as_function(
         graph_def,
@@ -99,9 +100,11 @@ def planned_graph_def(traced: TracedStep, graph: OpGraph, plan: Plan) -> tuple[g
     chain = _Chain(graph)
     for op, instance, sources in zip(plan.ops.tolist(), plan.instance.tolist(), plan.sources, strict=True):
         original = nodes[graph.names[op]]
+        if instance and op in graph.again:
+            original = traced.again[graph.names[op]]
         node = node_def_pb2.NodeDef()
         node.CopyFrom(original)
-        node.name = original.name if instance == 0 else f"{original.name}/again_{instance}"
+        node.name = graph.names[op] if instance == 0 else f"{graph.names[op]}/again_{instance}"
         inputs = [name for name in original.input if not name.startswith("^")]
         controls = {latest[name[1:]] for name in original.input if name.startswith("^")}
         data = [
@@ -117,7 +120,7 @@ def planned_graph_def(traced: TracedStep, graph: OpGraph, plan: Plan) -> tuple[g
         node.input.extend(sorted("^" + name for name in controls))
         built.node.append(node)
         names.append(node.name)
-        latest[original.name] = node.name
+        latest[graph.names[op]] = node.name
     return built, latest
 
 

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2
+from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config_pb2
 from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.training import saver
 
 from checkmate_tf.lowering import device
+from checkmate_tf.lowering.again import leaner_reruns
 from checkmate_tf.lowering.calls import read_before_calls
 from checkmate_tf.lowering.implementations.rewrite import Fired, rewrite
 from checkmate_tf.lowering.implementations.rule import Rule
@@ -30,12 +31,14 @@ class TracedStep:
             `function.graph` are still there by name.
         stands_in: Name of each op that a rule made -> name of the op of `function.graph` whose place it takes.
         fired: The rules that were applied.
+        again: Name of an op -> the leaner op that stands in for it when it runs again.
     """
 
     function: tf.types.experimental.ConcreteFunction
     graph_def: graph_pb2.GraphDef
     stands_in: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fired: tuple[Fired, ...] = ()
+    again: Mapping[str, node_def_pb2.NodeDef] = dataclasses.field(default_factory=dict)
 
     @property
     def feeds(self) -> list[str]:
@@ -72,8 +75,11 @@ def trace(step: Callable, *args_spec, rules: Sequence[Rule] = ()) -> TracedStep:
         return TracedStep(function, _simplify(function, function.graph.as_graph_def()))
     graph = function.graph
     kept = [op.name for op in [*(t.op for t in [*graph.inputs, *graph.outputs]), *graph.control_outputs]]
-    rewritten = rewrite(graph, kept, rules, on_cpu="CPU" in device.name_of(function.variables))
-    return TracedStep(function, _simplify(function, rewritten.graph_def), rewritten.stands_in, rewritten.fired)
+    on_cpu = "CPU" in device.name_of(function.variables)
+    rewritten = rewrite(graph, kept, rules, on_cpu=on_cpu)
+    simplified = _simplify(function, rewritten.graph_def)
+    again = leaner_reruns(simplified.node, on_cpu=on_cpu)
+    return TracedStep(function, simplified, rewritten.stands_in, rewritten.fired, again)
 
 
 def _simplify(function, graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:

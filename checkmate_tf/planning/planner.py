@@ -362,7 +362,7 @@ class Planner:
             plan=plan,
             memory=memory,
             peak_bytes=NEVER if peak is None else peak,
-            time_s=float(costs.time_s[plan.ops].sum()),
+            time_s=costs.sequence_s(plan.ops),
         )
 
     def _infeasible(self, budget_bytes: int, limit_s: float) -> InfeasibleBudget:

@@ -60,7 +60,7 @@ def replay(
         plan=plan,
         memory=memory,
         peak_bytes=peaks[0],
-        time_s=float(ordered_costs.time_s[plan.ops].sum()),
+        time_s=ordered_costs.sequence_s(plan.ops),
         node_peak_bytes=0,
         nodes=None,
         bound=None,
