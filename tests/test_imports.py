@@ -70,7 +70,7 @@ MAY_IMPORT = {
     "api": {"api", *LIBRARY},
     "": {"api", *LIBRARY},
     "sample_data": set(),
-    "commands": {"", "commands", "core", "sample_data", "solvers"},
+    "commands": {"", "commands", "core", "plots", "sample_data", "solvers"},
     "cli": {"cli", "commands"},
     "__main__": {"cli"},
 }
