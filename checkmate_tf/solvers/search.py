@@ -51,11 +51,13 @@ class _Sizes:
         nodes: Share of the forward nodes.
         stages: Share of the stages.
         distance: Least difference between relaxation and incumbent that frees a decision.
+        beside: Share of the nodes that are free beside these.
     """
 
     nodes: float = 0.2
     stages: float = 0.12
     distance: float = 0.1
+    beside: float = 0.03
 
     def adapt(self, kind: str, outcome: Outcome, share: float) -> None:
         """Grows what was solved in a small share of its time, shrinks what was not solved."""
@@ -67,6 +69,7 @@ class _Sizes:
             self.stages = min(1.0, max(0.02, self.stages * factor))
         else:
             self.distance = min(0.6, max(0.003, self.distance / factor))
+            self.beside = min(0.6, max(0.03, self.beside * factor))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -206,7 +209,7 @@ class Search:
         if target is None:
             return None
         free = np.abs(target - x) > self._sizes.distance * random.random() + 1e-3
-        return free | (random.random(len(x)) < 0.03)
+        return free | (random.random(self._model.graph.n) < self._sizes.beside)[self._model.node_of]
 
     def _window(self, position: np.ndarray, count: int, share: float, random: np.random.Generator) -> np.ndarray:
         width = max(4, int(share * count))

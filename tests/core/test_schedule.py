@@ -103,6 +103,35 @@ def test_a_schedule_comes_back_from_its_sequence(data):
     assert np.array_equal(again.S, schedule.S)
 
 
+def most_in_use(graph, R, S) -> int:
+    """The maximum of U, by the paper's recurrence over FREE (2-5)."""
+    n, size = graph.n, graph.out_bytes
+    most = 0
+    for t in range(n):
+        in_use = int(size @ S[t])
+        for k in range(t + 1):
+            if not R[t, k]:
+                continue
+            in_use += int(size[k])
+            most = max(most, in_use)
+            for i in (*graph.deps[k], k):
+                handed_on = t + 1 < n and S[t + 1, i]
+                if not handed_on and not any(R[t, j] for j in graph.users[i] if j > k):
+                    in_use -= int(size[i])
+    return most
+
+
+@briefly
+@given(st.data())
+def test_the_plan_of_the_matrices_peaks_at_the_largest_u(data):
+    """Algorithm 1."""
+    graph = data.draw(node_graphs())
+    schedule = schedule_for_retained(graph, data.draw(retained(graph.n)))
+    ops = OpGraph.from_graph(graph)
+    plan = compile_plan(ops, schedule.sequence().tolist())
+    assert simulate(ops, plan).peak_bytes == most_in_use(graph, schedule.R, schedule.S)
+
+
 @briefly
 @given(st.data())
 def test_the_matrices_hold_what_the_simulation_holds(data):

@@ -16,7 +16,7 @@ from checkmate_tf.solvers.milp import Program
 from checkmate_tf.solvers.minimum import needed_bytes
 from checkmate_tf.solvers.staged import Evaluator
 
-GRAPHS = 150
+GRAPHS = 210
 STRATEGIES = ("auto", "stages", "lp_rounding", "lp_rounding_random", "intervals")
 
 
@@ -38,11 +38,18 @@ def case(seed: int) -> tuple[Graph, int]:
     return graph, int(rng.integers(least - 1, max(least, Evaluator(graph).store_all.peak_bytes) + 1))
 
 
+class Uncut(Program):
+    """The program as the paper has it."""
+
+    def _cuts(self):
+        pass
+
+
 @functools.cache
-def optimum(seed: int, forward_once: bool) -> float:
+def optimum(seed: int, forward_once: bool, kind: type[Program] = Uncut) -> float:
     """Of Checkmate's program, or of the same with each node once in the forward pass and gradient nodes once."""
     graph, budget = case(seed)
-    program = Program(Evaluator(graph), budget)
+    program = kind(Evaluator(graph), budget)
     if forward_once:
         for (t, i), runs in program.R.items():
             if t < graph.num_forward or graph.is_gradient[i]:
@@ -55,6 +62,12 @@ def optimum(seed: int, forward_once: bool) -> float:
     if status == cp_model.INFEASIBLE:
         return np.inf
     return graph.total_cost + sum(graph.cost[i] for (t, i), runs in program.R.items() if solver.boolean_value(runs))
+
+
+@pytest.mark.parametrize("forward_once", [False, True])
+def test_cuts_leave_the_optimum(forward_once):
+    for seed in range(GRAPHS):
+        assert optimum(seed, forward_once, Program) == pytest.approx(optimum(seed, forward_once)), seed
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -23,11 +23,13 @@ def budget_of(graph, fraction):
 
 
 def simulated(graph, sequence):
-    """The peak of the plan that is built from the sequence, once it is validated."""
+    """(cost, peak) of the plan that is built from the sequence, once it is validated."""
     ops = OpGraph.from_graph(graph)
     plan = compile_plan(ops, sequence)
     validate(ops, plan)
-    return max(0, simulate(ops, plan, graph.workspace_bytes).peak_bytes) + graph.fixed_bytes
+    return float(graph.cost[plan.ops].sum()), max(
+        0, simulate(ops, plan, graph.workspace_bytes).peak_bytes
+    ) + graph.fixed_bytes
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def test_contract(strategy, name, optimum):
         assert solution.status in (Status.OPTIMAL, Status.FEASIBLE)
         assert peak == solution.peak_bytes <= budget
         assert cost == pytest.approx(solution.cost) == solution.schedule.cost(graph)
-        assert simulated(graph, solution.schedule.sequence()) == peak
+        assert simulated(graph, solution.schedule.sequence()) == (pytest.approx(cost), peak)
         if not solution.schedule.keeps_order(graph):
             assert strategy in REORDERING
             continue

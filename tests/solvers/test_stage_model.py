@@ -13,6 +13,7 @@ from checkmate_tf.core.schedule import schedule_for_retained
 from checkmate_tf.solvers.linear import Engine, Outcome, mip_parameters, solve_once
 from checkmate_tf.solvers.neighborhood import build_neighborhood
 from checkmate_tf.solvers.relaxation import Relaxation
+from checkmate_tf.solvers.rounding import THRESHOLDS, round_relaxation
 from checkmate_tf.solvers.scope import Restrictions
 from checkmate_tf.solvers.stage_model import build_stage_model
 from checkmate_tf.solvers.staged import (
@@ -128,6 +129,22 @@ def test_cuts_exclude_what_is_recomputed_just_to_be_handed_on_and_nothing_else(g
     ]
     broken = model.cuts.times(model.encode(staged)) > model.cuts.upper + 1e-9
     assert int(broken.sum()) == len(in_vain)
+
+
+@given(graphs(), st.integers(0, 99), st.sampled_from(MODELS))
+@settings(max_examples=60, deadline=None)
+def test_rounding_repairs_whatever_the_relaxation_says(graph, seed, restrictions):
+    """Any fractions become schedules that keep the rules and hold what was rounded up or must be held, no more."""
+    model = build_stage_model(graph, restrictions)
+    x = np.random.default_rng(seed).random(model.num_columns)
+    rounded = list(round_relaxation(model, Evaluator(graph), x))
+    most = model.held_masks(x, THRESHOLDS[0])
+    once = mask_of(np.nonzero(~graph.recomputable)[0])
+    assert rounded
+    for schedule in rounded:
+        cost, peak = small.run(graph, schedule.sequence())
+        assert (schedule.cost, schedule.peak_bytes) == (pytest.approx(cost), peak)
+        assert all(not held & ~(allowed | once) for held, allowed in zip(schedule.held, most, strict=True))
 
 
 @pytest.mark.parametrize("name", ["chain", "residual", "u", "dense", "take over", "several outputs"])
