@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
@@ -81,6 +82,21 @@ class ImplementationRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class ChoiceRow:
+    """Where there were several ways to compute the same.
+
+    Attributes:
+        alternative: Name of the other way: of a rule, or "kept_statistics" for a batch norm that runs again.
+        where: Name of the op.
+        taken: Whether the plan uses it.
+    """
+
+    alternative: str
+    where: str
+    taken: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """What is known about a planned training step. What was not measured or not predicted is None.
 
@@ -101,6 +117,7 @@ class Report:
         strategy: Name of the strategy that found the plan.
         phases_s: Seconds of each phase on the way to the planned step (trace, profile, solve, rebuild).
         implementations: The equivalents that were put in place of what the model does.
+        choices: The alternatives that were weighed, and which of them the plan uses.
         recomputed: Op name -> how many times it runs beyond the first.
         timeline_bytes: Predicted bytes in use at each position of the plan.
         timeline_split_bytes: The same, by kind (a subset of `KINDS`).
@@ -124,6 +141,7 @@ class Report:
     strategy: str | None = None
     phases_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     implementations: tuple[ImplementationRow, ...] = ()
+    choices: tuple[ChoiceRow, ...] = ()
     recomputed: Mapping[str, int] = dataclasses.field(default_factory=dict)
     timeline_bytes: tuple[int, ...] = ()
     timeline_split_bytes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -145,7 +163,7 @@ class Report:
             if len(timeline) != len(self.timeline_bytes):
                 raise ValueError(f"{kind} must have one entry per step of the plan, {len(self.timeline_bytes)}.")
         self._convert("search", lambda news: tuple((float(seconds), float(cost)) for seconds, cost in news))
-        for name in ("implementations", "peak_tensors", "schedule", "notes"):
+        for name in ("implementations", "choices", "peak_tensors", "schedule", "notes"):
             self._convert(name, tuple)
 
     def _convert(self, name: str, to) -> None:
@@ -167,7 +185,7 @@ class Report:
     def to_json(self) -> str:
         """The whole report as versioned JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("implementations", "peak_tensors", "schedule"):
+        for name in ("implementations", "choices", "peak_tensors", "schedule"):
             fields[name] = [dataclasses.asdict(row) for row in fields[name]]
         head = {"format": FORMAT, "version": FORMAT_VERSION, "written_by": f"checkmate_tf {__version__}"}
         return json.dumps({**head, **fields}, allow_nan=False)
@@ -196,6 +214,7 @@ class Report:
             raise ValueError(f"a report must have all its fields; this one lacks {', '.join(missing)}.")
         fields = {name: data[name] for name in names}
         fields["implementations"] = tuple(ImplementationRow(**row) for row in data["implementations"])
+        fields["choices"] = tuple(ChoiceRow(**row) for row in data["choices"])
         fields["peak_tensors"] = tuple(HeldTensor(**row) for row in data["peak_tensors"])
         fields["schedule"] = tuple(ScheduleRow(**row) for row in data["schedule"])
         return cls(**fields)
@@ -326,9 +345,16 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("status", report.status + (f" ({report.strategy})" if report.strategy else "")),
         ("phases", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.phases_s.items()) or None),
         ("equivalents", _equivalents(report.implementations)),
+        ("choices", _choices(report.choices)),
         ("recomputed", _recomputed(report.recomputed)),
     ]
     return [(label, text) for label, text in facts if text is not None]
+
+
+def _choices(rows: Iterable[ChoiceRow]) -> str | None:
+    offered = collections.Counter(row.alternative for row in rows)
+    taken = collections.Counter(row.alternative for row in rows if row.taken)
+    return ", ".join(f"{name} at {taken[name]} of {count}" for name, count in sorted(offered.items())) or None
 
 
 def _equivalents(rows: Iterable[ImplementationRow]) -> str | None:
