@@ -35,9 +35,9 @@ def batch_norm_variants(draw) -> Variant:
     shape = [*draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)), draw(st.integers(1, 9))]
     gradients = draw(st.sampled_from(["all", "weights", "none"]))
     weights = draw(st.sets(st.sampled_from(["scale", "offset"]), min_size=gradients == "weights"))
-    inputs = {"x": spec(*shape), "epsilon": spec()} | {name: spec(shape[-1]) for name in sorted(weights)}
+    axis = draw(st.sampled_from([-1, len(shape) - 1, *([1] if len(shape) > 2 else [])]))
+    inputs = {"x": spec(*shape), "epsilon": spec()} | {name: spec(shape[axis]) for name in sorted(weights)}
     inputs |= {"dy": spec(*shape)} if gradients != "none" else {}
-    axis = draw(st.sampled_from([-1, len(shape) - 1]))
     return Variant(tuple(inputs.items()), ("epsilon",), (("gradients", gradients), ("axis", axis)))
 
 
@@ -205,12 +205,12 @@ def model_of(*stack, shape, dtype="float32") -> keras.Model:
     shape=st.lists(st.integers(2, 5), min_size=1, max_size=4),
     scale=st.booleans(),
     center=st.booleans(),
-    last=st.booleans(),
+    axis=st.sampled_from([-1, 1, "last"]),
     epsilon=st.sampled_from([1e-3, 1.1e-5]),
     below=st.booleans(),
 )
-def test_batch_norm_is_fused_whatever_its_form(shape, scale, center, last, epsilon, below):
-    axis = len(shape) if last else -1
+def test_batch_norm_is_fused_whatever_its_form(shape, scale, center, axis, epsilon, below):
+    axis = len(shape) if axis == "last" else axis
     norm = layers.BatchNormalization(axis=axis, scale=scale, center=center, epsilon=epsilon, momentum=0.7)
     under = [layers.Dense(shape[-1])] if below or not (scale or center) else []
     training = Training(model_of(*under, norm, layers.Activation("tanh"), shape=shape), numbers(6, *shape))
@@ -244,7 +244,7 @@ def unfused_batch_norms():
     norm = layers.BatchNormalization
     frozen = norm()
     frozen.trainable = False
-    yield "channels are not last", model_of(norm(axis=1), layers.Dense(2), shape=(4, 5))
+    yield "channels in the middle", model_of(norm(axis=2), layers.Dense(2), shape=(4, 5, 3))
     yield "float64", model_of(layers.Dense(3, dtype="float64"), norm(dtype="float64"), shape=(4,), dtype="float64")
     yield "moving statistics", model_of(layers.Dense(3), frozen, layers.Dense(2), shape=(4,))
     # Scale and offset depend on the moments: the fused op would depend on itself.
