@@ -93,6 +93,8 @@ def ablation(name: str, rows: int, step) -> list[dict]:
     plain_bytes = step.plain_peak_bytes()
     offered = {"output": len(step.traced.offered), "intermediate": len(step.profile.op_graph.again)}
     store_all = step.planner.store_all()
+    start = {"budget_bytes": store_all.peak_bytes, "predicted_s": store_all.time_s}
+    most_s = OVERHEAD * store_all.time_s
     steps = [step, *step.with_choices()]
     found, known = [], {}
     for kind in SETS:
@@ -100,7 +102,9 @@ def ablation(name: str, rows: int, step) -> list[dict]:
         again = kind in ("intermediate", "all") and offered["intermediate"] > 0
         if (some, again) not in known:
             planners = [planner(each, again=again) for each in (steps if some else steps[:1])]
-            known[some, again] = smallest_budget(planners, store_all, plain_bytes, step.settings.time_limit_s)
+            without = [row for (s, a), row in known.items() if s <= some and a <= again]  # choices that are there too
+            best = min(without, key=lambda row: row["budget_bytes"], default=start)
+            known[some, again] = smallest_budget(planners, best, most_s, plain_bytes, step.settings.time_limit_s)
         found.append(
             {
                 "case": name,
@@ -128,11 +132,18 @@ def planner(step, *, again: bool):
     return step.planner_for("auto", whole, dataclasses.replace(profile.costs, again_s=profile.costs.time_s))
 
 
-def smallest_budget(planners: list, store_all, plain_bytes: int, time_limit_s: float) -> dict:
-    """Bisects for the smallest budget at which one of the planners finds a plan with the overhead or less."""
+def smallest_budget(planners: list, best: dict, most_s: float, plain_bytes: int, time_limit_s: float) -> dict:
+    """Bisects for the smallest budget at which one of the planners finds a plan that takes at most `most_s`.
+
+    Args:
+        planners: One per step among which there is a choice.
+        best: A budget for which such a plan is known.
+        most_s: Cost.
+        plain_bytes: Peak of the unmodified step.
+        time_limit_s: For each plan.
+    """
     import checkmate_tf
 
-    best = {"budget_bytes": store_all.peak_bytes, "predicted_s": store_all.time_s}
     low = min(each.needed_bytes for each in planners)  # less is proven to be too little
     while best["budget_bytes"] - low > PRECISION * plain_bytes:
         budget = (best["budget_bytes"] + low) // 2
@@ -141,7 +152,7 @@ def smallest_budget(planners: list, store_all, plain_bytes: int, time_limit_s: f
             with contextlib.suppress(checkmate_tf.CheckmateError):
                 plans.append(each.find(budget, time_limit_s=time_limit_s))
         cheapest = min((plan.time_s for plan in plans if plan is not None), default=None)
-        if cheapest is None or cheapest > OVERHEAD * store_all.time_s:
+        if cheapest is None or cheapest > most_s:
             low = budget
         else:
             best = {"budget_bytes": budget, "predicted_s": cheapest}
