@@ -52,7 +52,8 @@ def compile(
         time_limit_s: Seconds to search for a schedule.
         implementations: "exact": the ops that the model uses, unchanged. "fused": where TensorFlow has a leaner
             equivalent of several ops together (batch norm, ...), that; the results then differ from the
-            unmodified step's by rounding. `report` says where.
+            unmodified step's by rounding; where two ways each have their price, the one with which the
+            cheaper plan is found. `report` says where.
         cost_model: "profile": each distinct op is measured on the device.
         cache_dir: Folder for measured ops and found schedules; by default in the user's cache folder.
         verbose: Whether to show progress; "auto": on a terminal.

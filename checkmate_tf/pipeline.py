@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -13,21 +14,23 @@ import tensorflow as tf
 from checkmate_tf import budget as budgets
 from checkmate_tf import describe
 from checkmate_tf.core.opgraph import Costs, OpGraph
-from checkmate_tf.core.plan import compile_plan
+from checkmate_tf.core.plan import Plan, compile_plan
 from checkmate_tf.core.simulate import Memory, simulate
 from checkmate_tf.errors import ModelError
 from checkmate_tf.lowering import device as devices
+from checkmate_tf.lowering.again import KEPT_STATISTICS
 from checkmate_tf.lowering.arena import make_room
 from checkmate_tf.lowering.extract import extract
-from checkmate_tf.lowering.implementations.registry import RULES
+from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, RULES
 from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 from checkmate_tf.lowering.trace import TracedStep, trace
 from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.planner import Planner
 from checkmate_tf.planning.replay import replay
-from checkmate_tf.reporting import ImplementationRow, Report
+from checkmate_tf.reporting import ChoiceRow, ImplementationRow, Report
 
+_CHOICE_SHARE = 0.4  # of the time limit, to find out which alternatives to take
 _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
 
 _log = logging.getLogger(__name__)
@@ -57,16 +60,18 @@ class ProfiledStep:
         step: Python training step of one argument.
         spec: The argument as (nested) tf.TensorSpec with static shapes.
         settings: What the user asked for.
+        chosen: Names of the ops at which alternatives are taken.
     """
 
-    def __init__(self, step: Callable, spec, settings: Settings):
+    def __init__(self, step: Callable, spec, settings: Settings, chosen: frozenset[str] = frozenset()):
         self.settings = settings
         self._step = step
         self._spec = spec
+        self._chosen = chosen
         self._plain_peak_bytes: int | None = None
         self.phases_s: dict[str, float] = {}
         with self._phase("trace"):
-            self.traced: TracedStep = trace(step, spec, rules=RULES[settings.implementations])
+            self.traced: TracedStep = self._trace(spec, chosen)
             extracted = extract(self.traced)
         if not any(t.startswith("Assign") or t.startswith("ResourceApply") for t in extracted.op_graph.types):
             raise ModelError("the training step updates no variable; there is nothing to plan.")
@@ -152,7 +157,11 @@ class ProfiledStep:
 
     def op_graph_at(self, spec) -> OpGraph:
         """The step traced for another argument, without measured storage."""
-        return extract(trace(self._step, spec, rules=RULES[self.settings.implementations])).op_graph
+        return extract(self._trace(spec, self._chosen)).op_graph
+
+    def _trace(self, spec, chosen: frozenset[str]) -> TracedStep:
+        names = self.settings.implementations
+        return trace(self._step, spec, rules=RULES[names], alternatives=ALTERNATIVES[names], chosen=chosen)
 
     def make_room(self, nbytes: int) -> None:
         """Makes the allocator own one free block of this size, if there is room for it."""
@@ -182,7 +191,7 @@ class ProfiledStep:
 
     def unmodified(self) -> ProfiledStep:
         """The step without equivalents in place of what the model does: this one where there are none."""
-        if not self.traced.fired:
+        if not self.traced.fired and not self.traced.again:
             return self
         return ProfiledStep(self._step, self._spec, dataclasses.replace(self.settings, implementations="exact"))
 
@@ -193,7 +202,47 @@ class ProfiledStep:
             BudgetError, InfeasibleBudget, NoScheduleFound: As the planner says.
         """
         budget_bytes = self.budget_bytes()
-        return PlannedStep(self, budget_bytes, *self.plan_and_build(budget_bytes))
+        best = self.with_best_choices(budget_bytes)
+        return PlannedStep(best, budget_bytes, *best.plan_and_build(budget_bytes))
+
+    def with_best_choices(self, budget_bytes: int) -> ProfiledStep:
+        """This step with those alternatives with which the cheapest plan within a budget was found.
+
+        Each set of `with_choices` is planned for a share of the time. Where this step fits as it is, none is tried,
+        as alternatives take more time.
+
+        References:
+            Shah et al., MONeT, ICLR 2021: one implementation per op, chosen with the schedule.
+        """
+        if not self.traced.offered or self.planner.store_all().peak_bytes <= budget_bytes:
+            return self
+        with self._phase("choose"):
+            others = self.with_choices()
+            limit_s = _CHOICE_SHARE * self.settings.time_limit_s / (1 + len(others))
+            best, best_s = self, self._found_s(budget_bytes, limit_s)
+            for other in others:
+                found_s = other._found_s(budget_bytes, limit_s)
+                if found_s < best_s:
+                    best, best_s = other, found_s
+        best.phases_s = {**best.phases_s, **self.phases_s}
+        return best
+
+    def with_choices(self) -> list[ProfiledStep]:
+        """This step with the first alternative that it offers, with two, four, ..., and with all.
+
+        They are in the order of the graph, where the first tensors are mostly the largest.
+        """
+        offered = [fired.where for fired in self.traced.offered]
+        sizes = sorted({len(offered), *(2**k for k in range(len(offered).bit_length()))} - {0})
+        steps = [ProfiledStep(self._step, self._spec, self.settings, frozenset(offered[:size])) for size in sizes]
+        for step in steps:
+            step._plain_peak_bytes = self._plain_peak_bytes
+        return steps
+
+    def _found_s(self, budget_bytes: int, limit_s: float) -> float:
+        """Cost of the cheapest plan that is found in a while; infinite where none is."""
+        found = self.planner.find(budget_bytes, time_limit_s=limit_s)
+        return math.inf if found is None else found.time_s
 
     def plan_and_build(self, budget_bytes: int):
         """A plan within the budget and the function that runs it.
@@ -210,6 +259,17 @@ class ProfiledStep:
                 ),
             )
         return candidate, self.build(candidate)
+
+    def choices(self, plan: Plan, graph: OpGraph) -> list[ChoiceRow]:
+        """The alternatives that were weighed, and whether a plan takes them.
+
+        Args:
+            plan: A plan of this step.
+            graph: The step in the plan's order.
+        """
+        again = plan.recomputed()
+        reruns = [ChoiceRow(KEPT_STATISTICS, graph.names[op], op in again) for op in sorted(graph.again)]
+        return [ChoiceRow(f.rule, f.where, f.where in self._chosen) for f in self.traced.offered] + reruns
 
     def build(self, candidate: Candidate):
         """The function that runs a plan."""
@@ -352,6 +412,7 @@ class PlannedStep:
             strategy=profiled.settings.strategy if plan.recomputed() else "checkpoint_all",
             phases_s=profiled.phases_s,
             implementations=[ImplementationRow(f.rule, f.where, f.saved_bytes) for f in profiled.traced.fired],
+            choices=profiled.choices(plan, graph),
             recomputed={graph.names[op]: times for op, times in plan.recomputed().items() if not graph.is_alias[op]},
             timeline_bytes=candidate.memory.in_use_bytes + profiled.base_bytes,
             timeline_split_bytes=describe.split(candidate, profiled.base_bytes),

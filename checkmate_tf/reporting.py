@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
@@ -82,6 +83,21 @@ class ImplementationRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class ChoiceRow:
+    """Where there were several ways to compute the same.
+
+    Attributes:
+        alternative: Name of the other way: of a rule, or "kept_statistics" for a batch norm that runs again.
+        where: Name of the op.
+        taken: Whether the plan uses it.
+    """
+
+    alternative: str
+    where: str
+    taken: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """What is known about a planned training step. What was not measured or not predicted is None.
 
@@ -102,6 +118,7 @@ class Report:
         strategy: Name of the strategy that found the plan.
         phases_s: Seconds of each phase on the way to the planned step (trace, profile, solve, rebuild).
         implementations: The equivalents that were put in place of what the model does.
+        choices: The alternatives that were weighed, and which of them the plan uses.
         recomputed: Op name -> how many times it runs beyond the first.
         timeline_bytes: Predicted bytes in use at each position of the plan.
         timeline_split_bytes: The same, by kind (a subset of `KINDS`).
@@ -125,6 +142,7 @@ class Report:
     strategy: str | None = None
     phases_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     implementations: tuple[ImplementationRow, ...] = ()
+    choices: tuple[ChoiceRow, ...] = ()
     recomputed: Mapping[str, int] = dataclasses.field(default_factory=dict)
     timeline_bytes: tuple[int, ...] = ()
     timeline_split_bytes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -146,7 +164,7 @@ class Report:
             if len(timeline) != len(self.timeline_bytes):
                 raise ValueError(f"{kind} must have one entry per step of the plan, {len(self.timeline_bytes)}.")
         self._convert("search", lambda news: tuple((float(seconds), float(cost)) for seconds, cost in news))
-        for name in ("implementations", "peak_tensors", "schedule", "notes"):
+        for name in ("implementations", "choices", "peak_tensors", "schedule", "notes"):
             self._convert(name, tuple)
 
     def _convert(self, name: str, to) -> None:
@@ -286,7 +304,12 @@ class Report:
         return pages.fragment(self)
 
 
-_ROWS = {"implementations": ImplementationRow, "peak_tensors": HeldTensor, "schedule": ScheduleRow}
+_ROWS = {
+    "implementations": ImplementationRow,
+    "choices": ChoiceRow,
+    "peak_tensors": HeldTensor,
+    "schedule": ScheduleRow,
+}
 
 
 def _check_kinds(report: Report) -> None:
@@ -294,6 +317,7 @@ def _check_kinds(report: Report) -> None:
     texts = [report.status, *report.notes, *report.phases_s, *report.recomputed]
     texts += [] if report.strategy is None else [report.strategy]
     texts += [text for row in report.implementations for text in (row.rule, row.where)]
+    texts += [text for row in report.choices for text in (row.alternative, row.where)]
     texts += [text for row in report.peak_tensors for text in (row.name, row.kind)]
     texts += [row.name for row in report.schedule]
     sizes = [*(row.saved_bytes for row in report.implementations), *(row.nbytes for row in report.peak_tensors)]
@@ -348,9 +372,16 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("status", report.status + (f" ({report.strategy})" if report.strategy else "")),
         ("phases", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.phases_s.items()) or None),
         ("equivalents", _equivalents(report.implementations)),
+        ("choices", _choices(report.choices)),
         ("recomputed", _recomputed(report.recomputed)),
     ]
     return [(label, text) for label, text in facts if text is not None]
+
+
+def _choices(rows: Iterable[ChoiceRow]) -> str | None:
+    offered = collections.Counter(row.alternative for row in rows)
+    taken = collections.Counter(row.alternative for row in rows if row.taken)
+    return ", ".join(f"{name} at {taken[name]} of {count}" for name, count in sorted(offered.items())) or None
 
 
 def _equivalents(rows: Iterable[ImplementationRow]) -> str | None:

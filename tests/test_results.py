@@ -85,3 +85,15 @@ def test_readme_says_what_rounding_does():
         quoted = [float(cell.split()[0]) for cell in line.strip("|").split("|")[1:]]
         assert quoted == [last[optimizer, biases, program] for program in ("plain", "plain, moved", "fused")]
         assert last[optimizer, biases, "fused"] <= max(1e-4, 2 * last[optimizer, biases, "plain"])
+
+
+def test_more_alternatives_never_need_more_memory():
+    rows = json.loads((RESULTS / "alternatives.json").read_text())["rows"]
+    cases = {row["case"] for row in rows}
+    ratio = {(row["case"], row["alternatives"]): row["of_checkpointing_alone"] for row in rows}
+    for case in cases:
+        assert ratio[case, "none"] == 1
+        assert ratio[case, "all"] <= min(ratio[case, "output"], ratio[case, "intermediate"]) <= 1
+    readme = (ROOT / "README.md").read_text()
+    for case in cases:
+        assert f"{case} {ratio[case, 'all']:.2f}" in readme

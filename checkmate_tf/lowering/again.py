@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from tensorflow.core.framework import node_def_pb2
 
+KEPT_STATISTICS = "kept_statistics"  # name in reports
 _BATCH_NORMS = frozenset({"FusedBatchNormV3", "_FusedBatchNormEx"})
 _MEAN, _VARIANCE = 3, 4  # outputs: on a CPU the statistics that the op has normalised with, the variance biased
 

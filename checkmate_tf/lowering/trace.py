@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
@@ -30,7 +30,8 @@ class TracedStep:
         graph_def: Its graph as Grappler left it. Inputs, outputs and control outputs of
             `function.graph` are still there by name.
         stands_in: Name of each op that a rule made -> name of the op of `function.graph` whose place it takes.
-        fired: The rules that were applied.
+        fired: The rules and alternatives that were applied.
+        offered: The alternatives that could be applied, those that were among them.
         again: Name of an op -> the leaner op that stands in for it when it runs again.
     """
 
@@ -38,6 +39,7 @@ class TracedStep:
     graph_def: graph_pb2.GraphDef
     stands_in: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fired: tuple[Fired, ...] = ()
+    offered: tuple[Fired, ...] = ()
     again: Mapping[str, node_def_pb2.NodeDef] = dataclasses.field(default_factory=dict)
 
     @property
@@ -56,7 +58,13 @@ class TracedStep:
         return [op.name for op in self.function.graph.control_outputs]
 
 
-def trace(step: Callable, *args_spec, rules: Sequence[Rule] = ()) -> TracedStep:
+def trace(
+    step: Callable,
+    *args_spec,
+    rules: Sequence[Rule] = (),
+    alternatives: Sequence[Rule] = (),
+    chosen: Container[str] = (),
+) -> TracedStep:
     """Traces `step` for one batch signature and simplifies its graph.
 
     Rules are applied to the graph as it was traced: there patterns look as Keras and the gradient tape
@@ -66,20 +74,22 @@ def trace(step: Callable, *args_spec, rules: Sequence[Rule] = ()) -> TracedStep:
         step: A Python training step.
         *args_spec: Its arguments as (nested) tf.TensorSpec with static shapes.
         rules: Equivalents to put in place.
+        alternatives: Equivalents to put in place where they are chosen.
+        chosen: Names of the ops, of those in `offered`, at which to put them.
 
     Returns:
         The step, with every shape known that TensorFlow can infer.
     """
     function = tf.function(step, jit_compile=False).get_concrete_function(*args_spec)
-    if not rules:
+    if not rules and not alternatives:
         return TracedStep(function, _simplify(function, function.graph.as_graph_def()))
     graph = function.graph
     kept = [op.name for op in [*(t.op for t in [*graph.inputs, *graph.outputs]), *graph.control_outputs]]
     on_cpu = "CPU" in device.name_of(function.variables)
-    rewritten = rewrite(graph, kept, rules, on_cpu=on_cpu)
+    rewritten = rewrite(graph, kept, rules, alternatives=alternatives, chosen=chosen, on_cpu=on_cpu)
     simplified = _simplify(function, rewritten.graph_def)
     again = leaner_reruns(simplified.node, on_cpu=on_cpu)
-    return TracedStep(function, simplified, rewritten.stands_in, rewritten.fired, again)
+    return TracedStep(function, simplified, rewritten.stands_in, rewritten.fired, rewritten.offered, again)
 
 
 def _simplify(function, graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:

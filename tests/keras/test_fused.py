@@ -10,6 +10,7 @@ from keras import layers
 from keras_models import BATCH, SIZE, compiled, head, images
 
 import checkmate_tf
+from checkmate_tf.pipeline import ProfiledStep
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +71,42 @@ def test_a_fraction_is_of_the_peak_of_the_step_without_rules(options):
     assert fused.budget_bytes == pytest.approx(exact.budget_bytes, rel=0.1)  # where chunks begin and end differs
     assert exact.implementations == ()
     assert "equivalents" not in str(exact)
+
+
+def pooled_net() -> keras.Model:
+    keras.utils.set_random_seed(7)
+    inputs = x = keras.Input((SIZE, SIZE, 3))
+    for _ in range(2):
+        x = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
+        x = layers.MaxPooling2D()(x)
+    for layer in head():
+        x = layer(x)
+    return compiled(keras.Model(inputs, x), keras.optimizers.SGD(0.05), metrics=())
+
+
+def test_a_step_with_the_alternatives_that_give_the_cheapest_plan_is_run(options, monkeypatch):
+    monkeypatch.setattr(ProfiledStep, "_found_s", lambda step, *_: -len(step._chosen))
+    x, y = images(BATCH)
+    plain, fused = pooled_net(), pooled_net()
+    checkmate_tf.compile(fused, 0.8, implementations="fused", **options)
+    for model in (plain, fused):
+        model.train_on_batch(x, y)
+    report = checkmate_tf.report(fused)
+    assert [(row.alternative, row.taken) for row in report.choices] == [("pooling_by_places", True)] * 2
+    assert [row.where for row in report.choices] == [row.where for row in report.implementations]
+    assert "pooling_by_places at 2 of 2" in str(report)
+    assert checkmate_tf.Report.from_json(report.to_json()) == report
+    for ours, theirs in zip(plain.variables, fused.variables, strict=True):
+        np.testing.assert_allclose(theirs.numpy(), ours.numpy(), rtol=0, atol=1e-4 * np.abs(ours.numpy()).max())
+
+
+def test_no_alternative_is_taken_where_nothing_is_gained(options, monkeypatch):
+    monkeypatch.setattr(ProfiledStep, "_found_s", lambda *_: 1.0)
+    for budget in ("4GiB", 0.95):  # it fits as it is; all cost the same
+        model = pooled_net()
+        x, y = images(BATCH)
+        checkmate_tf.compile(model, budget, implementations="fused", **options)
+        model.train_on_batch(x, y)
+        report = checkmate_tf.report(model)
+        assert [row.taken for row in report.choices] == [False, False]
+        assert ("choose" in report.phases_s) == (budget == 0.95)

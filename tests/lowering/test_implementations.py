@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tiny_steps import numbers
 
 from checkmate_tf.lowering.extract import extract
-from checkmate_tf.lowering.implementations.registry import RULES
+from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, RULES
 from checkmate_tf.lowering.implementations.rule import Variant
 from checkmate_tf.lowering.rebuild import as_function, call_unoptimized
 from checkmate_tf.lowering.trace import trace
 
-FUSED = {rule.name: rule for rule in RULES["fused"]}
+FUSED = {rule.name: rule for rule in (*RULES["fused"], *ALTERNATIVES["fused"])}
 briefly = settings(max_examples=12, deadline=None)
 layers = keras.layers
 
@@ -35,9 +35,9 @@ def batch_norm_variants(draw) -> Variant:
     shape = [*draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)), draw(st.integers(1, 9))]
     gradients = draw(st.sampled_from(["all", "weights", "none"]))
     weights = draw(st.sets(st.sampled_from(["scale", "offset"]), min_size=gradients == "weights"))
-    inputs = {"x": spec(*shape), "epsilon": spec()} | {name: spec(shape[-1]) for name in sorted(weights)}
+    axis = draw(st.sampled_from([-1, len(shape) - 1, *([1] if len(shape) > 2 else [])]))
+    inputs = {"x": spec(*shape), "epsilon": spec()} | {name: spec(shape[axis]) for name in sorted(weights)}
     inputs |= {"dy": spec(*shape)} if gradients != "none" else {}
-    axis = draw(st.sampled_from([-1, len(shape) - 1]))
     return Variant(tuple(inputs.items()), ("epsilon",), (("gradients", gradients), ("axis", axis)))
 
 
@@ -87,6 +87,18 @@ def pointwise_variants(draw) -> Variant:
     return Variant(tuple(inputs.items()), (), tuple(settings.items()))
 
 
+@st.composite
+def pooling_variants(draw) -> Variant:
+    window, stride = (draw(st.integers(1, 3)) for _ in range(2))
+    padding = draw(st.sampled_from(["SAME", "VALID"]))
+    sizes = [draw(st.integers(window, 9)) for _ in range(2)]
+    out = [-(-(size - (0 if padding == "SAME" else window - 1)) // stride) for size in sizes]
+    rows, channels = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    settings = {"ksize": (1, window, window, 1), "strides": (1, stride, stride, 1), "padding": padding}
+    inputs = {"x": spec(rows, *sizes, channels), "dy": spec(rows, *out, channels)}
+    return Variant(tuple(inputs.items()), (), tuple(settings.items()))
+
+
 VARIANTS = {
     "batch_norm": batch_norm_variants(),
     "layer_norm": layer_norm_variants(),
@@ -94,12 +106,13 @@ VARIANTS = {
     "padded_convolution": padded_variants("Conv2D"),
     "padded_depthwise_convolution": padded_variants("DepthwiseConv2dNative"),
     "pointwise_filter_gradient": pointwise_variants(),
+    "pooling_by_places": pooling_variants(),
 }
 
 
 def test_every_rule_is_tested_and_explained():
     assert VARIANTS.keys() == FUSED.keys()
-    assert len(FUSED) == len(RULES["fused"])
+    assert len(FUSED) == len(RULES["fused"]) + len(ALTERNATIVES["fused"])
     assert all(rule.saves and 0 < rule.tolerance < 1e-3 for rule in FUSED.values())
 
 
@@ -154,15 +167,17 @@ class Training:
             variable.assign(variable - 0.01 * gradient)
         return [loss, *gradients]
 
-    def fused(self):
-        return trace(self.step, tf.TensorSpec(self.x.shape, self.x.dtype), rules=RULES["fused"])
+    def fused(self, chosen=()):
+        rules, alternatives = RULES["fused"], ALTERNATIVES["fused"]
+        spec = tf.TensorSpec(self.x.shape, self.x.dtype)
+        return trace(self.step, spec, rules=rules, alternatives=alternatives, chosen=chosen)
 
     def fired(self) -> list[str]:
         return sorted(fired.rule for fired in self.fused().fired)
 
-    def assert_same(self, rtol: float = 1e-4):
+    def assert_same(self, rtol: float = 1e-4, chosen=()):
         """Results, gradients and variables agree after a fused and after an unmodified step."""
-        traced = self.fused()
+        traced = self.fused(chosen)
         function = as_function(traced.graph_def, traced.feeds, traced.fetches, traced.side_effects)
         outcomes = []
         for run in (
@@ -190,12 +205,12 @@ def model_of(*stack, shape, dtype="float32") -> keras.Model:
     shape=st.lists(st.integers(2, 5), min_size=1, max_size=4),
     scale=st.booleans(),
     center=st.booleans(),
-    last=st.booleans(),
+    axis=st.sampled_from([-1, 1, "last"]),
     epsilon=st.sampled_from([1e-3, 1.1e-5]),
     below=st.booleans(),
 )
-def test_batch_norm_is_fused_whatever_its_form(shape, scale, center, last, epsilon, below):
-    axis = len(shape) if last else -1
+def test_batch_norm_is_fused_whatever_its_form(shape, scale, center, axis, epsilon, below):
+    axis = len(shape) if axis == "last" else axis
     norm = layers.BatchNormalization(axis=axis, scale=scale, center=center, epsilon=epsilon, momentum=0.7)
     under = [layers.Dense(shape[-1])] if below or not (scale or center) else []
     training = Training(model_of(*under, norm, layers.Activation("tanh"), shape=shape), numbers(6, *shape))
@@ -229,7 +244,7 @@ def unfused_batch_norms():
     norm = layers.BatchNormalization
     frozen = norm()
     frozen.trainable = False
-    yield "channels are not last", model_of(norm(axis=1), layers.Dense(2), shape=(4, 5))
+    yield "channels in the middle", model_of(norm(axis=2), layers.Dense(2), shape=(4, 5, 3))
     yield "float64", model_of(layers.Dense(3, dtype="float64"), norm(dtype="float64"), shape=(4,), dtype="float64")
     yield "moving statistics", model_of(layers.Dense(3), frozen, layers.Dense(2), shape=(4,))
     # Scale and offset depend on the moments: the fused op would depend on itself.
@@ -350,6 +365,62 @@ def test_only_filter_gradients_of_single_elements_become_products(rules, stack):
     training = Training(model_of(*stack, shape=(6, 6, 3)), numbers(2, 6, 6, 3))
     assert training.fired() == rules
     training.assert_same()
+
+
+def pooled(*between, pooling=None, dtype="float32") -> keras.Model:
+    """Two convolutions with pooling between them."""
+    stack = [layers.Conv2D(4, 3, padding="same", dtype=dtype), *between]
+    stack += [pooling or layers.MaxPooling2D(dtype=dtype), layers.Conv2D(2, 1, dtype=dtype)]
+    return model_of(*stack, shape=(8, 10, 3), dtype=dtype)
+
+
+def test_pooling_by_places_is_offered_and_put_only_where_it_is_chosen():
+    relu = layers.ReLU
+    twice = [relu(), layers.MaxPooling2D(), layers.Conv2D(5, 2), relu()]
+    training = Training(pooled(*twice, pooling=layers.MaxPooling2D(3, strides=1, padding="same")), numbers(3, 8, 10, 3))
+    offered = training.fused().offered
+    assert [row.rule for row in offered] == ["pooling_by_places"] * 2
+    assert training.fired() == []
+    for chosen in ({offered[0].where}, {offered[1].where}, {row.where for row in offered}):
+        traced = training.fused(chosen)
+        assert {row.where for row in traced.fired} == chosen
+        assert traced.offered == offered
+        assert sum(node.op == "MaxPoolWithArgmax" for node in traced.graph_def.node) == len(chosen)
+        training.assert_same(chosen=chosen)
+
+
+def test_pooling_by_places_does_not_hold_the_output_of_the_relu():
+    training = Training(pooled(layers.ReLU()), numbers(3, 8, 10, 3))
+    (offered,) = training.fused().offered
+    large = 3 * 8 * 10 * 4 * 4
+    for chosen, kinds in (((), {"Relu"}), ({offered.where}, set())):
+        graph = extract(training.fused(chosen)).op_graph
+        kept = {
+            graph.types[graph.producer[owner]]
+            for op in np.flatnonzero(graph.is_gradient)
+            for owner in graph.storage_inputs[op]
+            if graph.tensor_bytes[owner] >= large and not graph.is_gradient[graph.producer[owner]]
+        }
+        assert kept == kinds
+
+
+def poolings_that_stay():
+    yield "no ReLU", pooled()
+    yield "of another activation", pooled(layers.ReLU(6.0))
+    yield "average", pooled(layers.ReLU(), pooling=layers.AveragePooling2D(2))
+    yield "float64", pooled(layers.ReLU(dtype="float64"), dtype="float64")
+    inputs = keras.Input((8, 10, 3))
+    x = layers.ReLU()(layers.Conv2D(4, 3, padding="same")(inputs))
+    both = [layers.Flatten()(layers.MaxPooling2D()(x)), layers.Flatten()(keras.ops.sin(x))]
+    yield "read elsewhere", keras.Model(inputs, layers.Concatenate()(both))
+    frozen = pooled(layers.ReLU())
+    frozen.layers[1].trainable = False
+    yield "without a gradient", frozen
+
+
+@pytest.mark.parametrize(("why", "model"), list(poolings_that_stay()), ids=name_of)
+def test_pooling_by_places_is_not_offered_where_a_precondition_fails(why, model):
+    assert not Training(model, numbers(3, 8, 10, 3)).fused().offered, why
 
 
 @pytest.mark.parametrize("channels", [3, 8])

@@ -1,7 +1,8 @@
 """Batch norm as Keras decomposes it, and TensorFlow's fused kernels for it.
 
-Shortcomings: the normalised axis has to be the last, and the step has to run on a CPU (the fused
-kernel's reserved space has a size of its own on a GPU, which is not known before it runs).
+Shortcomings: the normalised axis has to be the last or the second, and the step has to run on a CPU (the fused
+kernel's reserved space has a size of its own on a GPU, which is not known before it runs). For the second axis, the
+kernel transposes on a CPU, there and back. In mixed precision Keras normalises in float32, between casts.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ _DTYPES = (tf.float32,)
 
 
 def _variants(site: Site) -> Iterator[Variant]:
-    """x - mean of (..., C) and (1, ..., 1, C); batch norm with and without gradients, scale and offset."""
+    """x - mean of (..., C) and (1, ..., 1, C), or of (N, C, ...) and (1, C, 1, ...).
+
+    Batch norm with and without gradients, scale and offset.
+    """
     x, mean = site.inputs
     if not (site.on_cpu and x.dtype in _DTYPES and x.shape.is_fully_defined() and x.shape.rank >= 2):
         return
-    channels = x.shape[-1]
-    if mean.shape != [1] * (x.shape.rank - 1) + [channels] or x.shape.num_elements() == 0:
+    rank = x.shape.rank
+    axes = [axis for axis in ({1, rank - 1} - {0}) if mean.shape == _per_channel_shape(x, axis)]
+    if not axes or x.shape.num_elements() == 0:
         return
-    per_channel = tf.TensorSpec([channels], x.dtype)
+    names = [name for axis in axes for name in ((-1, axis) if axis == rank - 1 else (axis,))]
+    per_channel = tf.TensorSpec([x.shape[axes[0]]], x.dtype)
     flags = (True, False)
-    for gradients, axis, scaled, centered in itertools.product(
-        ("all", "weights", "none"), (-1, x.shape.rank - 1), flags, flags
-    ):
+    for gradients, axis, scaled, centered in itertools.product(("all", "weights", "none"), names, flags, flags):
         if gradients == "weights" and not (scaled or centered):
             continue
         inputs = {"x": x, "epsilon": tf.TensorSpec([], x.dtype)}
@@ -41,12 +45,16 @@ def _variants(site: Site) -> Iterator[Variant]:
         yield Variant(tuple(inputs.items()), ("epsilon",), (("gradients", gradients), ("axis", axis)))
 
 
+def _per_channel_shape(x, axis: int) -> list[int]:
+    return [x.shape[k] if k == axis else 1 for k in range(x.shape.rank)]
+
+
 def _decomposed(x, epsilon, *, gradients: str, axis: int, scale=None, offset=None, dy=None) -> dict:
     """What `keras.layers.BatchNormalization` does in training."""
     weights = [weight for weight in (scale, offset) if weight is not None]
     with tf.GradientTape(persistent=True) as tape:
         tape.watch([x, *weights] if gradients == "all" else weights)
-        mean, variance = keras.ops.moments(x, list(range(x.shape.rank - 1)))
+        mean, variance = keras.ops.moments(x, [k for k in range(x.shape.rank) if k != axis % x.shape.rank])
         y = keras.ops.batch_normalization(x, mean, variance, axis, offset, scale, epsilon)
     outputs = {"y": y, "mean": mean, "variance": variance}
     if gradients != "none":
@@ -59,10 +67,14 @@ def _decomposed(x, epsilon, *, gradients: str, axis: int, scale=None, offset=Non
 
 def _fused(x, epsilon, *, gradients: str, axis: int, scale=None, offset=None, dy=None) -> dict:
     """The same by FusedBatchNormV3, whose variance is the unbiased estimate."""
-    del axis  # either way of naming the last one
-    channels = x.shape[-1]
+    last = axis in (-1, x.shape.rank - 1)
+    channels = x.shape[axis]
     rows = x.shape.num_elements() // channels
-    shape = x.shape if x.shape.rank == 4 else [rows, 1, 1, channels]
+    if last:
+        shape = x.shape if x.shape.rank == 4 else [rows, 1, 1, channels]
+    else:
+        shape = [x.shape[0], channels, rows // x.shape[0], 1]
+    layout = {"is_training": True, "epsilon": float(epsilon), "data_format": "NHWC" if last else "NCHW"}
     image = tf.reshape(x, shape)
     factor = tf.ones([channels]) if scale is None else scale
     y, mean, unbiased, *saved = tf.raw_ops.FusedBatchNormV3(
@@ -71,11 +83,10 @@ def _fused(x, epsilon, *, gradients: str, axis: int, scale=None, offset=None, dy
         offset=tf.zeros([channels]) if offset is None else offset,
         mean=tf.zeros([0]),
         variance=tf.zeros([0]),
-        epsilon=float(epsilon),
-        is_training=True,
+        **layout,
     )
     variance = unbiased * np.float32((rows - 1) / rows)
-    if channels % _GRAPPLER_CHANNELS:
+    if channels % _GRAPPLER_CHANNELS or not last:
         y = tf.ensure_shape(y, y.shape)
     outputs = {"y": tf.reshape(y, x.shape), "mean": mean, "variance": variance}
     if gradients != "none":
@@ -86,8 +97,7 @@ def _fused(x, epsilon, *, gradients: str, axis: int, scale=None, offset=None, dy
             reserve_space_1=saved[0],
             reserve_space_2=saved[1],
             reserve_space_3=tf.zeros([0]),  # the third one is for GPUs
-            epsilon=float(epsilon),
-            is_training=True,
+            **layout,
         )
         outputs |= {"dx": tf.reshape(dx, x.shape)} if gradients == "all" else {}
         outputs |= {"dscale": dscale} if scale is not None else {}

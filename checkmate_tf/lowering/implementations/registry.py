@@ -1,4 +1,7 @@
-"""Which rules each value of `implementations=` stands for, in the order in which they are applied."""
+"""Which rules each value of `implementations=` stands for, in the order in which they are applied.
+
+Alternatives are not better in every respect: each place where one could stand is a choice of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from checkmate_tf.lowering.implementations.gelu import GELU
 from checkmate_tf.lowering.implementations.layer_norm import LAYER_NORM
 from checkmate_tf.lowering.implementations.padding import PADDED_CONVOLUTION, PADDED_DEPTHWISE_CONVOLUTION
 from checkmate_tf.lowering.implementations.pointwise import POINTWISE_FILTER_GRADIENT
+from checkmate_tf.lowering.implementations.pooling import POOLING_BY_PLACES
 from checkmate_tf.lowering.implementations.rule import Rule
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
@@ -22,3 +26,5 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         POINTWISE_FILTER_GRADIENT,
     ),
 }
+
+ALTERNATIVES: Mapping[str, tuple[Rule, ...]] = {"exact": (), "fused": (POOLING_BY_PLACES,)}

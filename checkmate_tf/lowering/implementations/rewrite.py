@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
@@ -40,23 +40,35 @@ class Rewritten:
     Attributes:
         graph_def: The graph.
         stands_in: Name of each new op -> name of the op of the original graph whose place it takes.
-        fired: The rules that were applied.
+        fired: The rules and alternatives that were applied.
+        offered: The alternatives that could be applied, those that were among them.
     """
 
     graph_def: graph_pb2.GraphDef
     stands_in: Mapping[str, str]
     fired: tuple[Fired, ...]
+    offered: tuple[Fired, ...]
 
 
-def rewrite(graph: tf.Graph, kept: Iterable[str], rules: Sequence[Rule], *, on_cpu: bool) -> Rewritten:
-    """Applies rules to a graph, one rule after another.
+def rewrite(
+    graph: tf.Graph,
+    kept: Iterable[str],
+    rules: Sequence[Rule],
+    *,
+    alternatives: Sequence[Rule] = (),
+    chosen: Container[str] = (),
+    on_cpu: bool,
+) -> Rewritten:
+    """Applies rules to a graph, one rule after another, then those alternatives that were chosen.
 
     A pattern is replaced only if none of its inner tensors is used elsewhere, so that all of them go.
 
     Args:
         graph: A traced step.
         kept: Names of the ops that have to stay: what is fed, returned, or has side effects.
-        rules: What to apply.
+        rules: What to apply wherever it can be.
+        alternatives: What to apply only where it is chosen.
+        chosen: Names of the ops at which to apply alternatives.
         on_cpu: Whether the step runs on a CPU.
     """
     graph_def = graph.as_graph_def()
@@ -67,10 +79,14 @@ def rewrite(graph: tf.Graph, kept: Iterable[str], rules: Sequence[Rule], *, on_c
     }
     work = _Pass(list(graph_def.node), specs, set(kept), on_cpu)
     for rule in rules:
-        work.apply(rule)
+        work.fired += work.apply(rule, None)
+    offered = []
+    for rule in alternatives:
+        offered += work.found(rule)
+        work.fired += work.apply(rule, chosen)
     del graph_def.node[:]
     graph_def.node.extend(work.nodes)
-    return Rewritten(graph_def, work.stands_in, tuple(work.fired))
+    return Rewritten(graph_def, work.stands_in, tuple(work.fired), tuple(offered))
 
 
 class _Pass:
@@ -86,25 +102,28 @@ class _Pass:
         self._created = {node.name: k for k, node in enumerate(nodes)}
         self._prune()
 
-    def apply(self, rule: Rule) -> None:
-        """Applies a rule wherever its pattern is found."""
-        view = GraphView(self.nodes, self._specs, self._kept)
-        search = _Search(rule, view)
-        found = []
-        for name in [node.name for node in self.nodes if node.op == rule.anchor]:
-            match, template = search.find(Site(view, name, self._on_cpu)) or (None, None)
-            if match is not None:
-                found.append((name, match, template, self._edit(view, rule, match, template)))
-        edits = [edit for *_, edit in found]
+    def apply(self, rule: Rule, chosen: Container[str] | None) -> list[Fired]:
+        """Applies a rule where its pattern is found: everywhere, or at the chosen ops."""
+        view, found = self._matches(rule)
+        found = [place for place in found if chosen is None or place[0] in chosen]
+        edits = [self._edit(view, rule, match, template) for _, match, template in found]
         kept = possible(self.nodes, edits) if edits else []
-        for k in kept:
-            name, match, template, _ = found[k]
-            made = sum(_made_bytes(view.nodes[node].op, view.output_specs(node)) for node in match.inside)
-            makes = sum(_made_bytes(node.node_def.op, node.outputs) for node in template.nodes)
-            self.fired.append(Fired(rule.name, name, made - makes))
         if kept:
             self.nodes = edited(self.nodes, [edits[k] for k in kept])
             self._prune()
+        return [_fired(rule, view, *found[k]) for k in kept]
+
+    def found(self, rule: Rule) -> list[Fired]:
+        """Where a rule could be applied."""
+        view, found = self._matches(rule)
+        return [_fired(rule, view, *place) for place in found]
+
+    def _matches(self, rule: Rule) -> tuple[GraphView, list[tuple[str, Match, Template]]]:
+        view = GraphView(self.nodes, self._specs, self._kept)
+        search = _Search(rule, view)
+        names = [node.name for node in self.nodes if node.op == rule.anchor]
+        places = ((name, search.find(Site(view, name, self._on_cpu))) for name in names)
+        return view, [(name, *found) for name, found in places if found is not None]
 
     def _edit(self, view: GraphView, rule: Rule, match: Match, template: Template) -> Edit:
         """The new nodes of one match, and who is to read them."""
@@ -212,6 +231,12 @@ def _is_self_contained(view: GraphView, match: Match) -> bool:
     inner = {name for name in match.inside if view.nodes[name].op != "Const"} - outputs
     sums = {match.outputs[part][0] for part in match.terms}
     return not (inner | outputs) & view.kept and all(view.users(name) <= match.inside | sums for name in inner)
+
+
+def _fired(rule: Rule, view: GraphView, where: str, match: Match, template: Template) -> Fired:
+    made = sum(_made_bytes(view.nodes[node].op, view.output_specs(node)) for node in match.inside)
+    makes = sum(_made_bytes(node.node_def.op, node.outputs) for node in template.nodes)
+    return Fired(rule.name, where, made - makes)
 
 
 def _made_bytes(kind: str, outputs: Sequence[tf.TensorSpec]) -> int:

@@ -86,7 +86,8 @@ class Rule:
         name: Name in reports.
         saves: What no longer has to be computed or held.
         tolerance: Largest error of float32 results against the pattern in float64, relative to the largest
-            element of each result.
+            element of the result or of any input, whichever is larger; for the gradient of what a norm
+            normalises, also times its largest factor, 1 / sqrt(epsilon).
         anchor: Type of the op at which a search starts; the pattern has one that is reached first.
         variants: The forms to look for at a site; none where a precondition fails.
         pattern: What is looked for.
