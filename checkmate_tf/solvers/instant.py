@@ -59,7 +59,7 @@ def bound_at(graph: Graph, instant: int, budget_bytes: int, time_limit_s: float,
     """As `least_cost`, from the first run of node `instant`."""
     if not instant:
         return graph.total_cost
-    model = _build(graph, budget_bytes, instant)
+    model, _ = _build(graph, budget_bytes, instant)
     answer = Session(Engine.GLOP, model, relax=True).solve(simplex_parameters(time_limit_s), stop=stop)
     if answer.duals is None:
         return graph.total_cost
@@ -82,8 +82,39 @@ def dual_bound(model: LinearModel, duals: np.ndarray) -> float:
     return float(y @ np.where(below, rows.lower, rows.upper) + np.minimum(reduced, 0.0).sum())
 
 
-def _build(graph: Graph, budget_bytes: int, instant: int) -> LinearModel:
-    """Rows (1) to (4), with costs in units of the store-all cost and bytes in units of all bytes."""
+def held_over(
+    graph: Graph, instant: int, budget_bytes: int, keep: np.ndarray, time_limit_s: float, stop: Stop | None = None
+) -> np.ndarray | None:
+    """What to hold over the first run of node `instant` at the least cost: the program's optimum, rounded.
+
+    Args:
+        graph: To plan.
+        instant: A node, not the first.
+        budget_bytes: At that instant. Covers graph.fixed_bytes.
+        keep: bool (n,). Values to hold in any case.
+        time_limit_s: Seconds.
+        stop: Ends the search when it is asked.
+
+    Returns:
+        bool (n,), or None where there is not enough room, or time.
+    """
+    model, held = _build(graph, budget_bytes, instant)
+    column = held >= 0
+    model.lower[held[column & keep]] = 1.0
+    answer = Session(Engine.GLOP, model, relax=True).solve(simplex_parameters(time_limit_s), stop=stop)
+    if answer.x is None:
+        return None
+    chosen = held == ONE
+    chosen[column] = answer.x[held[column]] >= 0.5
+    return chosen
+
+
+def _build(graph: Graph, budget_bytes: int, instant: int) -> tuple[LinearModel, np.ndarray]:
+    """Rows (1) to (4), with costs in units of the store-all cost and bytes in units of all bytes.
+
+    Returns:
+        The program and int (n,), for each node the column of H, ONE or ZERO.
+    """
     before = np.arange(graph.n) < instant
     read = list(graph.deps[instant])
     again, count = _columns(before & graph.recomputable, 0)
@@ -97,7 +128,8 @@ def _build(graph: Graph, budget_bytes: int, instant: int) -> LinearModel:
     _memory(rows, graph, instant, held, budget_bytes)
     cost = np.zeros(count)
     cost[again[again >= 0]] = graph.cost[again >= 0] / (graph.total_cost or 1.0)
-    return LinearModel(rows.finish(count), cost, np.zeros(count), np.ones(count), np.zeros(count, bool))
+    model = LinearModel(rows.finish(count), cost, np.zeros(count), np.ones(count), np.zeros(count, bool))
+    return model, held
 
 
 def _columns(where: np.ndarray, first: int) -> tuple[np.ndarray, int]:

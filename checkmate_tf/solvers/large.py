@@ -20,7 +20,7 @@ from checkmate_tf.solvers.rounding import round_relaxation
 from checkmate_tf.solvers.scope import Restrictions
 from checkmate_tf.solvers.search import Search
 from checkmate_tf.solvers.stage_model import StageModel, build_stage_model
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
+from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, spread
 
 _LOG = logging.getLogger(__name__)
 
@@ -121,23 +121,3 @@ def _model(graph: Graph, window: int) -> StageModel:
         if model.num_columns <= _COLUMNS:
             break
     return model
-
-
-def spread(evaluator: Evaluator, schedule: StagedSchedule) -> StagedSchedule:
-    """The same computations with one stage per gradient node: each value is recomputed where it is first needed."""
-    deps = evaluator.deps
-    blocks, held = [schedule.blocks[0]], [schedule.held[0]]
-    stages = zip(schedule.blocks, schedule.held, schedule.recomputed, strict=True)
-    next(stages)
-    for (first, end), present, waiting in stages:
-        for k in range(first, end):
-            blocks.append((k, k + 1))
-            held.append(present)
-            missing = deps[k] & waiting
-            while missing:
-                i = missing.bit_length() - 1
-                waiting ^= 1 << i
-                present |= 1 << i
-                missing = (missing ^ 1 << i) | deps[i] & waiting
-            present |= 1 << k
-    return evaluator.evaluate(blocks, held)

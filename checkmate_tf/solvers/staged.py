@@ -238,3 +238,23 @@ class Evaluator:
         else:
             retained = schedule.S
         return self.evaluate(node_blocks(self.graph.n), masks_from_rows(retained))
+
+
+def spread(evaluator: Evaluator, schedule: StagedSchedule) -> StagedSchedule:
+    """The same computations with one stage per gradient node: each value is recomputed where it is first needed."""
+    deps = evaluator.deps
+    blocks, held = [schedule.blocks[0]], [schedule.held[0]]
+    stages = zip(schedule.blocks, schedule.held, schedule.recomputed, strict=True)
+    next(stages)
+    for (first, end), present, waiting in stages:
+        for k in range(first, end):
+            blocks.append((k, k + 1))
+            held.append(present)
+            missing = deps[k] & waiting
+            while missing:
+                i = missing.bit_length() - 1
+                waiting ^= 1 << i
+                present |= 1 << i
+                missing = (missing ^ 1 << i) | deps[i] & waiting
+            present |= 1 << k
+    return evaluator.evaluate(blocks, held)

@@ -18,6 +18,7 @@ from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
 from checkmate_tf.solvers.chain_bound import chain_bound
+from checkmate_tf.solvers.cuts import cut_schedules
 from checkmate_tf.solvers.instant import BOUND_OF, least_cost
 from checkmate_tf.solvers.large import LARGE, improve
 from checkmate_tf.solvers.linear import (
@@ -64,6 +65,7 @@ _FIRST_RESTRICTED = 2  # model to begin with at the earliest, as what is left ou
 _SMALL = 80  # unless the graph has at most so many nodes
 _CUT_GAIN = 5e-3  # least relative gain of a bound for which cuts are taken
 _INSTANT_SHARE = 0.1  # of the time left, for the first bound
+_CUT_SHARE = 0.2  # and for schedules from cuts
 _RELAX_SHARE = 0.4  # of the time left, for one relaxation
 _SEARCH_SHARE = 0.8  # of the time limit, unless rounds stop paying before; then one worker raises the bound
 _PATIENCE = 5.0  # of the other worker meanwhile
@@ -112,6 +114,8 @@ class StagesSolver(Solver):
         clock.phase("instant")
         if recorder.gap() <= _PROVEN:
             return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of=BOUND_OF)
+        self._cut(budget_bytes, recorder, options)
+        clock.phase("cuts")
         if self.graph.n > LARGE and self.graph.is_gradient.any():
             improve(self.evaluator, budget_bytes, recorder, options)
             return self._solution(recorder, clock, bound_of=BOUND_OF)
@@ -180,6 +184,16 @@ class StagesSolver(Solver):
         if options.hint is not None:
             self.pool.add(self.evaluator.of_schedule(options.hint))
         add_starts(self.pool, self._starts, options.time_limit_s)
+
+    def _cut(self, budget_bytes: int, recorder: Recorder, options: Options) -> None:
+        """Offers schedules from cuts through the forward pass."""
+        if not 1 < self.graph.num_forward < self.graph.n:
+            return
+        clock = recorder.clock
+        for schedule in cut_schedules(self.evaluator, budget_bytes, clock, clock.elapsed_s + _CUT_SHARE * clock.left_s):
+            recorder.offer(schedule)
+            if recorder.gap() <= options.gap:
+                return
 
     def _ladder(self) -> Iterator[Restrictions]:
         """Models to try until one is not infeasible at the budget: the least restricted quick one, then larger ones."""

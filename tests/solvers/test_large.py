@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from checkmate_tf.core.problem import Options
 from checkmate_tf.solvers import create, large, starts
-from checkmate_tf.solvers.large import spread
-from checkmate_tf.solvers.staged import Evaluator, gradient_blocks, masks_from_rows
+from checkmate_tf.solvers.staged import Evaluator, gradient_blocks, masks_from_rows, spread
 
 
 @given(st.integers(0, 50), st.integers(1, 4))
