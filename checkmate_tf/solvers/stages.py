@@ -133,7 +133,7 @@ class StagesSolver(Solver):
                 self._wide_search(budget_bytes, recorder, options).run(self.pool.front())
                 clock.phase("search")
             status = Status.INFEASIBLE if proven else None
-            bound_of = restrictions.model_name() if proven else BOUND_OF
+            bound_of = self._models[0].model_name() if proven or recorder.bound > whole else BOUND_OF
             return self._solution(recorder, clock, status=status, bound_of=bound_of)
         recorder.raise_bound(relaxed.bound)
         relaxation = self._relaxations[restrictions]
