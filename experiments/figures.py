@@ -142,6 +142,8 @@ def tradeoff(rows: list[dict]) -> Figure:
                 if (row["model"], row["strategy"]) == (model, strategy) and row["overhead"] is not None
             )
             look = {"color": colour, "marker": marker, "markersize": 5, "drawstyle": "steps-post"}
+            if strategy == "auto":
+                look |= {"linewidth": 2.8, "zorder": 3}
             axis.plot(*(zip(*found, strict=True) if found else ([], [])), label=strategy, **look)
             for row in measured:
                 if (row["model"], row["strategy"]) == (model, strategy):
