@@ -37,8 +37,8 @@ STRATEGIES = (
     "checkpoint_all",
 )
 FRACTIONS = (0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 1.0)
-MEASURED = {"strategies": ("auto", "linearized_greedy"), "fractions": (0.65, 0.85)}
-_STEPS = 5
+MEASURED = {"strategies": ("auto", "ap_sqrt", "ap_greedy", "linearized_greedy"), "fractions": (0.65, 0.85)}
+_STEPS = 3  # measured in a block
 
 
 def main() -> int:
