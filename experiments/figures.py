@@ -171,7 +171,11 @@ def memory_over_step(rows: list[dict]) -> Figure:
             measured = np.array(row["measured_bytes"]) / _GB
             axis.plot(np.linspace(0, 1, len(measured)), measured, color=style.BLACK, linewidth=1.0, label="measured")
             axis.axhline(rule / _GB, color=style.VERMILION, linestyle="--", linewidth=1.2, label="Maximum-Memory Rule")
-            axis.set(title=f"{model}, {method}", xlim=(0, 1), ylim=(0, 1.1 * max(_highest(found, model), rule) / _GB))
+            axis.set(
+                title=f"{model}\n{method}, {row['overhead']:.2f} times the work",
+                xlim=(0, 1),
+                ylim=(0, 1.1 * max(_highest(found, model), rule) / _GB),
+            )
             axis.title.set_fontsize("medium")
         line[0].set_ylabel("memory in use [GB]")
     figure.supxlabel("allocations and frees of one step, from first to last", fontsize="medium")

@@ -128,20 +128,25 @@ def curves(profiled, candidate, measured_bytes: np.ndarray, measured_peak_bytes:
         "measured_peak_bytes": measured_peak_bytes,
         "overhead": candidate.overhead,
         "measured_bytes": thinned(measured_bytes),
-        **{f"{kind}_bytes": thinned(values) for kind, values in predicted(candidate, profiled).items()},
+        **{f"{kind}_bytes": thinned(values) for kind, values in predicted(candidate).items()},
     }
 
 
-def predicted(candidate, profiled) -> dict[str, np.ndarray]:
-    """Bytes in use, of activations and of gradients, at those events of a plan that the allocator counts."""
+def predicted(candidate) -> dict[str, np.ndarray]:
+    """Bytes in use, of activations and of gradients, at those events of a plan that the allocator counts.
+
+    Bytes in use are what the allocator says when it plays the plan's events, whole chunks; the others are tensor bytes.
+    """
     from checkmate_tf import describe
     from checkmate_tf.lowering.device import uncounted_below_bytes
+    from checkmate_tf.lowering.rehearse import rehearse
 
     memory = candidate.memory
-    counted = np.abs(memory.event_bytes) >= uncounted_below_bytes(profiled.device)
+    counted = np.abs(memory.event_bytes) >= uncounted_below_bytes(DEVICE)
     split, steps = describe.split(candidate, 0), memory.event_step[counted]
+    played = rehearse(memory.event_buffer, memory.event_bytes, device=DEVICE)
     return {
-        "predicted": profiled.base_bytes + np.cumsum(memory.event_bytes[counted]),
+        "predicted": played.in_use_bytes[counted],
         "activations": (split["activations"] + split["recomputed"])[steps],
         "gradients": split["gradients"][steps],
     }
