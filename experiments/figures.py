@@ -171,14 +171,11 @@ def memory_over_step(rows: list[dict]) -> Figure:
             measured = np.array(row["measured_bytes"]) / _GB
             axis.plot(np.linspace(0, 1, len(measured)), measured, color=style.BLACK, linewidth=1.0, label="measured")
             axis.axhline(rule / _GB, color=style.VERMILION, linestyle="--", linewidth=1.2, label="Maximum-Memory Rule")
-            axis.set(
-                title=f"{model}\n{method}, {row['overhead']:.2f} times the work",
-                xlim=(0, 1),
-                ylim=(0, 1.1 * max(_highest(found, model), rule) / _GB),
-            )
-            axis.title.set_fontsize("medium")
+            axis.set_title(f"{model}\n{method}, {row['overhead']:.2f} times the work", fontsize="medium")
+            axis.set(xlim=(0, 1), ylim=(0, 1.1 * max(_highest(found, model), rule) / _GB))
         line[0].set_ylabel("memory in use [GB]")
-    figure.supxlabel("allocations and frees of one step, from first to last", fontsize="medium")
+    for axis in axes[-1]:
+        axis.set_xlabel("allocations and frees, first to last")
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
     return figure
 
