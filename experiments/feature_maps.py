@@ -37,7 +37,7 @@ _IN_PLACE = frozenset({"norm", "activation", "add", "multiply"})
 _SAME_GRADIENT = frozenset({"add", "gate"})  # one gradient, of the output's size, is all that their inputs get
 _TOLERANCE = 0.02
 _CHEN = ("ap_greedy", "linearized_greedy")  # segments that end at articulation points, or anywhere
-SIZES = {"ResNet": (62, 128, 257, 512, 1001), "LSTM": (8, 16, 32, 64)}
+SIZES = {"ResNet": (62, 128, 257, 512, 1001), "LSTM": (8, 16, 32)}
 METHODS = ("no optimization", "in-place", "sharing", "drop bn-relu", "sublinear plan", "ours")
 
 

@@ -117,7 +117,8 @@ def feature_maps(rows: list[dict]) -> Figure:
                 if (row["network"], row["method"]) == (network, method)
             )
             if found:
-                axis.plot(*zip(*found, strict=True), marker=marker, color=colour, markersize=5, label=method)
+                look = {"linestyle": "--", "markersize": 4} if method == "ours" else {"markersize": 7}  # they may meet
+                axis.plot(*zip(*found, strict=True), marker=marker, color=colour, label=method, **look)
         sizes = sorted({row["size"] for row in rows if row["network"] == network})
         axis.set(xscale="log", yscale="log", xlabel=units[network], ylabel="feature maps [GB]", title=network)
         axis.set_xticks(sizes, sizes)
