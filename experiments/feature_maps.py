@@ -36,7 +36,8 @@ _KEEPS_OUTPUT = frozenset({"activation", "gate"})
 _IN_PLACE = frozenset({"norm", "activation", "add", "multiply"})
 _SAME_GRADIENT = frozenset({"add", "gate"})  # one gradient, of the output's size, is all that their inputs get
 _TOLERANCE = 0.02
-SIZES = {"ResNet": (62, 128, 257, 512, 1001), "LSTM": (8, 16, 32, 64)}
+_CHEN = ("ap_greedy", "linearized_greedy")  # segments that end at articulation points, or anywhere
+SIZES = {"ResNet": (62, 128, 257, 512, 1001), "LSTM": (8, 16, 32)}
 METHODS = ("no optimization", "in-place", "sharing", "drop bn-relu", "sublinear plan", "ours")
 
 
@@ -260,11 +261,12 @@ def _planned(graph: Graph, method: str, time_limit_s: float) -> tuple[int, ...]:
     most_cost = graph.total_cost + float(graph.cost[: graph.num_forward].sum())
     limits = {"time_limit_s": time_limit_s, "budget_time_s": time_limit_s / 4, "tolerance": _TOLERANCE}
     began = time.perf_counter()
-    chen = smallest_peak(graph, "linearized_greedy", most_cost, **limits).sequence
+    segments = [smallest_peak(graph, strategy, most_cost, **limits) for strategy in _CHEN]
+    chen = min((found for found in segments if found.sequence), key=lambda found: found.peak_bytes)
     if method == "sublinear plan":
-        return chen
+        return chen.sequence
     limits["time_limit_s"] -= time.perf_counter() - began
-    return smallest_peak(graph, "auto", most_cost, hint=chen, **limits).sequence
+    return smallest_peak(graph, "auto", most_cost, hint=chen.sequence, **limits).sequence
 
 
 if __name__ == "__main__":

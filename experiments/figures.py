@@ -117,7 +117,8 @@ def feature_maps(rows: list[dict]) -> Figure:
                 if (row["network"], row["method"]) == (network, method)
             )
             if found:
-                axis.plot(*zip(*found, strict=True), marker=marker, color=colour, markersize=5, label=method)
+                look = {"linestyle": "--", "markersize": 4} if method == "ours" else {"markersize": 7}  # they may meet
+                axis.plot(*zip(*found, strict=True), marker=marker, color=colour, label=method, **look)
         sizes = sorted({row["size"] for row in rows if row["network"] == network})
         axis.set(xscale="log", yscale="log", xlabel=units[network], ylabel="feature maps [GB]", title=network)
         axis.set_xticks(sizes, sizes)
@@ -142,6 +143,8 @@ def tradeoff(rows: list[dict]) -> Figure:
                 if (row["model"], row["strategy"]) == (model, strategy) and row["overhead"] is not None
             )
             look = {"color": colour, "marker": marker, "markersize": 5, "drawstyle": "steps-post"}
+            if strategy == "auto":
+                look |= {"linewidth": 2.8, "zorder": 3}
             axis.plot(*(zip(*found, strict=True) if found else ([], [])), label=strategy, **look)
             for row in measured:
                 if (row["model"], row["strategy"]) == (model, strategy):
@@ -169,10 +172,11 @@ def memory_over_step(rows: list[dict]) -> Figure:
             measured = np.array(row["measured_bytes"]) / _GB
             axis.plot(np.linspace(0, 1, len(measured)), measured, color=style.BLACK, linewidth=1.0, label="measured")
             axis.axhline(rule / _GB, color=style.VERMILION, linestyle="--", linewidth=1.2, label="Maximum-Memory Rule")
-            axis.set(title=f"{model}, {method}", xlim=(0, 1), ylim=(0, 1.1 * max(_highest(found, model), rule) / _GB))
-            axis.title.set_fontsize("medium")
+            axis.set_title(f"{model}\n{method}, {row['overhead']:.2f} times the work", fontsize="medium")
+            axis.set(xlim=(0, 1), ylim=(0, 1.1 * max(_highest(found, model), rule) / _GB))
         line[0].set_ylabel("memory in use [GB]")
-    figure.supxlabel("allocations and frees of one step, from first to last", fontsize="medium")
+    for axis in axes[-1]:
+        axis.set_xlabel("allocations and frees, first to last")
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
     return figure
 

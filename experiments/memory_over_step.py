@@ -3,11 +3,11 @@
     python experiments/memory_over_step.py                            # results/memory_over_step.json
     python experiments/memory_over_step.py --models Transformer --out /tmp/out.json
 
-Three steps of each model: plain Keras, Chen's segments on articulation points (square root), and checkmate_tf's plan
-within the same budget. Curves are taken at equal distances along the step's allocations and frees, each with
-the highest value since the one before. The Maximum-Memory Rule says what a step without recomputation needs: weights,
-and the most, over the layers, of the activations before and the gradients after. The figure:
-`python experiments/figures.py memory_over_step`.
+Three steps of each model: plain Keras, Chen's segments on articulation points, and checkmate_tf's plan, each
+within the smallest of a few budgets for which there is a plan. Curves are taken at equal distances along the step's
+allocations and frees, each with the highest value since the one before. The Maximum-Memory Rule says what a step
+without recomputation needs: weights, and the most, over the layers, of the activations before and the gradients
+after. The figure: `python experiments/figures.py memory_over_step`.
 
 References:
     Tooley, The Maximum-Memory Rule.
@@ -27,8 +27,8 @@ from recording import KERAS_PACKAGES, RESULTS, merged, read_rows, run_worker, se
 
 MODELS = ("WideResNet-50-2", "Transformer")
 PLAIN = "plain"
-METHODS = {PLAIN: "checkpoint_all", "checkpointed": "ap_sqrt", "checkmate_tf": "auto"}  # and their strategies
-BUDGET = 0.6  # times the plain peak
+METHODS = {PLAIN: "checkpoint_all", "checkpointed": "ap_greedy", "checkmate_tf": "auto"}  # and their strategies
+BUDGETS = (0.5, 0.6, 0.7, 0.8, 0.9)  # times the plain peak
 DEVICE = "CPU:0"
 _POINTS = 400  # of each curve
 _UPDATE = "AssignSubVariableOp"  # what the optimizers of these models write weights with
@@ -45,7 +45,7 @@ def main() -> int:
     if args.worker:
         send_rows(run_model(**json.loads(args.worker)))
         return 0
-    settings = {"implementations": "exact", "budget": BUDGET, "time_limit_s": args.time_limit, "points": _POINTS}
+    settings = {"implementations": "exact", "budgets": BUDGETS, "time_limit_s": args.time_limit, "points": _POINTS}
     for model in args.models:
         job = {"name": model, "time_limit_s": args.time_limit}
         found = run_worker(__file__, ["--worker", json.dumps(job)])
@@ -72,19 +72,35 @@ def run_model(name: str, time_limit_s: float) -> list[dict]:
         return curves(profiled, candidate, *measured) | {"maximum_memory_rule_bytes": rule}
 
     def planned(profiled) -> dict:
-        step = profiled.planned()
+        step = tightest(profiled, [int(part * plain_peak) for part in BUDGETS])
         measured = measure(lambda: step(batch))
         return curves(profiled, step.candidate, *measured) | {"budget_bytes": step.budget_bytes}
 
     rows = []
     with tempfile.TemporaryDirectory() as cache_dir:
         for method, strategy in METHODS.items():
-            budget = int(BUDGET * plain_peak)
-            settings = Settings(budget, strategy=strategy, time_limit_s=time_limit_s, cache_dir=cache_dir)
+            settings = Settings(plain_peak, strategy=strategy, time_limit_s=time_limit_s, cache_dir=cache_dir)
             found = train_step.on_profiled(model, settings, spec, plain if method == PLAIN else planned)
             rows.append({"model": name, "method": method, "plain_peak_bytes": plain_peak, **found})
             print(json.dumps({k: v for k, v in rows[-1].items() if not isinstance(v, list)}), flush=True)
     return rows
+
+
+def tightest(profiled, budgets_bytes: list[int]):
+    """The step planned for the first budget that there is a plan for.
+
+    Raises:
+        NoScheduleFound: There is a plan for none.
+    """
+    from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
+    from checkmate_tf.pipeline import PlannedStep
+
+    for budget_bytes in budgets_bytes:
+        try:
+            return PlannedStep(profiled, budget_bytes, *profiled.plan_and_build(budget_bytes))
+        except (InfeasibleBudget, NoScheduleFound) as error:
+            print(error, flush=True)
+    raise NoScheduleFound(f"no plan within any of {budgets_bytes} bytes.")
 
 
 def measure(step: Callable[[], object]) -> tuple[np.ndarray, int]:
@@ -112,20 +128,25 @@ def curves(profiled, candidate, measured_bytes: np.ndarray, measured_peak_bytes:
         "measured_peak_bytes": measured_peak_bytes,
         "overhead": candidate.overhead,
         "measured_bytes": thinned(measured_bytes),
-        **{f"{kind}_bytes": thinned(values) for kind, values in predicted(candidate, profiled).items()},
+        **{f"{kind}_bytes": thinned(values) for kind, values in predicted(candidate).items()},
     }
 
 
-def predicted(candidate, profiled) -> dict[str, np.ndarray]:
-    """Bytes in use, of activations and of gradients, at those events of a plan that the allocator counts."""
+def predicted(candidate) -> dict[str, np.ndarray]:
+    """Bytes in use, of activations and of gradients, at those events of a plan that the allocator counts.
+
+    Bytes in use are what the allocator says when it plays the plan's events, whole chunks; the others are tensor bytes.
+    """
     from checkmate_tf import describe
     from checkmate_tf.lowering.device import uncounted_below_bytes
+    from checkmate_tf.lowering.rehearse import rehearse
 
     memory = candidate.memory
-    counted = np.abs(memory.event_bytes) >= uncounted_below_bytes(profiled.device)
+    counted = np.abs(memory.event_bytes) >= uncounted_below_bytes(DEVICE)
     split, steps = describe.split(candidate, 0), memory.event_step[counted]
+    played = rehearse(memory.event_buffer, memory.event_bytes, device=DEVICE)
     return {
-        "predicted": profiled.base_bytes + np.cumsum(memory.event_bytes[counted]),
+        "predicted": played.in_use_bytes[counted],
         "activations": (split["activations"] + split["recomputed"])[steps],
         "gradients": split["gradients"][steps],
     }

@@ -37,8 +37,8 @@ STRATEGIES = (
     "checkpoint_all",
 )
 FRACTIONS = (0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 1.0)
-MEASURED = {"strategies": ("auto", "linearized_greedy"), "fractions": (0.65, 0.85)}
-_STEPS = 5
+MEASURED = {"strategies": ("auto", "ap_sqrt", "ap_greedy", "linearized_greedy"), "fractions": (0.65, 0.85)}
+_STEPS = 3  # measured in a block
 
 
 def main() -> int:
@@ -59,7 +59,7 @@ def main() -> int:
     default = MEASURED if args.measure else {"strategies": STRATEGIES, "fractions": FRACTIONS}
     strategies, fractions = args.strategies or default["strategies"], args.fractions or default["fractions"]
     out = args.out or RESULTS / f"tradeoff{'_measured' * args.measure}.json"
-    settings = {"implementations": "exact", "time_limit_s": args.time_limit}
+    settings = {"implementations": "exact"}
     for model in args.models:
         job = {"name": model, "strategies": strategies, "fractions": fractions, "time_limit_s": args.time_limit}
         if not args.measure:
@@ -94,7 +94,7 @@ def simulate(name: str, strategies: list[str], fractions: list[float], time_limi
     for point in curve.rows():
         fraction = min(fractions, key=lambda f: abs(f * curve.plain_peak_bytes - point["budget_bytes"]))
         plain = {"plain_peak_bytes": curve.plain_peak_bytes, "plain_step_s": curve.plain_step_s}
-        rows.append({"model": name, "fraction": fraction, **plain, **point})
+        rows.append({"model": name, "fraction": fraction, **plain, **point, "time_limit_s": time_limit_s})
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -113,6 +113,7 @@ def measure(name: str, strategies: list[str], fractions: list[float], time_limit
         options = {"input_spec": spec, "cache_dir": cache_dir, "time_limit_s": time_limit_s, "verbose": False}
         for strategy, fraction in itertools.product(strategies, fractions):
             row = {"model": name, "strategy": strategy, "fraction": fraction, "plain_peak_bytes": plain_peak}
+            row |= {"time_limit_s": time_limit_s, "steps_in_a_block": _STEPS}
             try:
                 checkmate_tf.compile(model, int(fraction * plain_peak), strategy=strategy, **options)
             except checkmate_tf.CheckmateError as error:

@@ -24,7 +24,7 @@ ROWS = {
     },
     "tradeoff": {
         "model", "fraction", "plain_peak_bytes", "plain_step_s", "strategy", "budget_bytes", "predicted_peak_bytes",
-        "predicted_step_s", "overhead", "lower_bound_s", "gap", "status", "search_s",
+        "predicted_step_s", "overhead", "lower_bound_s", "gap", "status", "search_s", "time_limit_s",
     },
     "memory_over_step": {
         "model", "method", "plain_peak_bytes", "base_bytes", "predicted_peak_bytes", "measured_peak_bytes", "overhead",
