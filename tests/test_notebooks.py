@@ -29,7 +29,7 @@ SMALL = {
         TIME_LIMIT_S = 2
     """,
     "4_comparing_strategies": """
-        IMAGE_SIZE, BATCH_SIZE, DEPTH, FILTERS = 32, 4, 4, 8
+        IMAGE_SIZE, BATCH_SIZE, DEPTH, FILTERS = 64, 8, 4, 16
         BUDGETS = [0.8]
         TIME_LIMIT_S = 2
     """,
