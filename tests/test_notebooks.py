@@ -25,7 +25,7 @@ SMALL = {
     "3_largest_batch": """
         BUDGET = "40MiB"
         IMAGE_SIZE, BATCH_SIZE, ALPHA = 48, 8, 0.25
-        CAPS = [1.1]
+        CAPS = []
         TIME_LIMIT_S = 2
     """,
     "4_comparing_strategies": """
