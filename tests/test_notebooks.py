@@ -19,17 +19,17 @@ SMALL = {
     """,
     "2_tradeoff_curves": """
         IMAGE_SIZE, BATCH_SIZE, FILTERS = 64, 8, 16
-        BUDGETS, MORE_BUDGETS = [0.8], [0.9]
-        TIME_LIMIT_S = 2
+        BUDGETS, MORE_BUDGETS = [0.8, 1.0], [0.9]
+        TIME_LIMIT_S = 3
     """,
     "3_largest_batch": """
         BUDGET = "40MiB"
         IMAGE_SIZE, BATCH_SIZE, ALPHA = 48, 8, 0.25
-        CAPS = [1.1]
+        CAPS = []
         TIME_LIMIT_S = 2
     """,
     "4_comparing_strategies": """
-        IMAGE_SIZE, BATCH_SIZE, DEPTH, FILTERS = 32, 4, 4, 8
+        IMAGE_SIZE, BATCH_SIZE, DEPTH, FILTERS = 64, 8, 4, 16
         BUDGETS = [0.8]
         TIME_LIMIT_S = 2
     """,
@@ -75,9 +75,8 @@ def test_committed_outputs_are_whole(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=named)
 def test_notebooks_run(path, execute):
     notebook = execute(path, parameters=textwrap.dedent(SMALL[path.stem]).strip())
-    committed = nbformat.read(path, as_version=4)
-    kinds = [[output.output_type for output in outputs(book)] for book in (notebook, committed)]
-    assert "error" not in kinds[0]
+    assert outputs(notebook)
+    assert all(output.output_type != "error" for output in outputs(notebook))
     if path.stem == "1_five_minute_start":
         shown = "".join(output.get("text", "") for output in outputs(notebook))
         assert shown.startswith("ResourceExhaustedError"), "plain Keras does not fit"

@@ -58,6 +58,11 @@ def test_a_notebook_shows_a_fragment_of_a_page():
     assert "html" not in tags
 
 
+def test_a_notebook_shows_figures_that_pyplot_does_not_know():
+    for plot in (full_report().plot_memory, full_report().plot_schedule, full_report().plot_search):
+        assert plot()._repr_png_().startswith(PNG)
+
+
 def test_figures_and_facts_are_in_tables():
     text = re.sub(r"<[^>]*>", " ", full_report()._repr_html_())
     for shown in ("800.00 MiB", "390.00 MiB", "395.00 MiB", "1.050 x the plain step time", "0.92 %"):
