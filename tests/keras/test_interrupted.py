@@ -79,7 +79,7 @@ def test_killed(phase, good, tmp_path):
     assert not [pid for pid in solvers if is_running(pid)], "its solvers live on"
 
 
-@pytest.mark.parametrize("phase", ["profile", "solve"])
+@pytest.mark.parametrize("phase", ["trace", "profile", "solve"])
 def test_interrupted_by_the_keyboard(phase, good, tmp_path):
     worker = start(tmp_path, "interrupt")
     until(worker, phase)
