@@ -367,4 +367,5 @@ def _variable_bytes(variable) -> int:
 def _notes(unsized: tuple[str, ...]) -> tuple[str, ...]:
     if not unsized:
         return ()
-    return (f"{len(unsized)} ops make tensors of unknown size, which are not planned: {', '.join(unsized[:3])}.",)
+    names = ", ".join(unsized[:3])
+    return (f"{len(unsized)} ops make tensors of unknown size, which can take the step above its budget: {names}.",)
