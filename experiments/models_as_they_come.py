@@ -416,7 +416,9 @@ def page(rows: list[dict]) -> str:
         if "error" in row:
             lines.append(f"| {row['case']} | {row.get('what', '')} | | | | | fails: {row['error']} |")
             continue
-        remarks = [*(["0.6 of the plain peak is refused"] if "refused" in row else []), *row["notes"]]
+        remarks = ["The budget is not kept."] if row["within_budget"] is False else []
+        remarks += ["0.6 of the plain peak is refused."] if "refused" in row else []
+        remarks += row["notes"]
         if row["status"] == "unplanned":
             lines.append(f"| {row['case']} | {row['what']} | {row['budget']} | unplanned | | | {' '.join(remarks)} |")
             continue
@@ -425,6 +427,8 @@ def page(rows: list[dict]) -> str:
             f"| {row['measured_peak_bytes'] / _MIB:.0f} MiB | {row['predicted_overhead']:.3f} "
             f"| {row['largest_difference']:.0e} | {' '.join(remarks)} |"
         )
+    missing = [name for name in CASES if name not in {row["case"] for row in rows}]
+    lines += ["", f"Not run yet: {', '.join(missing)}."] if missing else []
     return "\n".join(lines) + "\n"
 
 
