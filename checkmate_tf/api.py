@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 
@@ -253,10 +252,11 @@ def tradeoff_curve(
     References:
         Jain et al., Checkmate, MLSys 2020, figure 4.
     """
-    if not budgets or not strategies or isinstance(budgets, str) or isinstance(strategies, str):
-        raise OptionError(
-            f"budgets and strategies must be lists with at least one entry; got {budgets!r} and {strategies!r}."
-        )
+    for name, entries in {"budgets": budgets, "strategies": strategies}.items():
+        if not isinstance(entries, Sequence) or isinstance(entries, str | bytes) or not entries:
+            raise OptionError(f"{name} must be a list with at least one entry; got {entries!r}.")
+    if path is not None:
+        path = _path("path", path)
     settings = [
         _settings(budget, strategy, time_limit_s, implementations, "profile", cache_dir, verbose)
         for budget in budgets
@@ -336,19 +336,19 @@ def _settings(budget, strategy, time_limit_s, implementations, cost_model, cache
     Raises:
         BudgetError, OptionError: Naming the option and what it takes.
     """
-    if strategy not in solvers.names():
+    if not isinstance(strategy, str) or strategy not in solvers.names():
         raise OptionError(f"strategy must be one of {', '.join(solvers.names())}; got {strategy!r}.")
     if isinstance(time_limit_s, bool) or not isinstance(time_limit_s, (int, float)) or not time_limit_s > 0:
         raise OptionError(f"time_limit_s must be a positive number of seconds; got {time_limit_s!r}.")
-    if implementations not in RULES:
+    if not isinstance(implementations, str) or implementations not in RULES:
         raise OptionError(f"implementations must be one of {', '.join(RULES)}; got {implementations!r}.")
-    if cost_model != "profile":
+    if not isinstance(cost_model, str) or cost_model != "profile":
         raise OptionError(f'cost_model must be "profile"; got {cost_model!r}.')
     parse(budget, plain_peak_bytes=1 << 60, device_bytes=1 << 60)  # only to refuse what no budget looks like
     return Settings(
         budget=budget,
         strategy=strategy,
-        time_limit_s=min(float(time_limit_s), 1e9) if math.isfinite(time_limit_s) else 1e9,
+        time_limit_s=float(min(time_limit_s, 1e9)),
         implementations=implementations,
         cache_dir=_folder(cache_dir),
         on_progress=progress(verbose),
@@ -358,9 +358,14 @@ def _settings(budget, strategy, time_limit_s, implementations, cost_model, cache
 def _folder(cache_dir) -> str:
     if cache_dir is None:
         return default_cache_dir()
-    if not isinstance(cache_dir, str | os.PathLike):
-        raise OptionError(f"cache_dir must be the path of a folder; got {cache_dir!r}.")
-    return os.fspath(cache_dir)
+    return _path("cache_dir", cache_dir)
+
+
+def _path(name: str, value) -> str:
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise OptionError(f"{name} must be a path; got {value!r}.")
+    return path
 
 
 def default_cache_dir() -> str:

@@ -32,6 +32,8 @@ from checkmate_tf.reporting import ChoiceRow, ImplementationRow, Report
 
 _CHOICE_SHARE = 0.4  # of the time limit, to find out which alternatives to take
 _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
+_CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops; up to 9 KB were seen
+_BUILD_BYTES = 32 << 10  # what is made between planning and the first run: constants, the function's own tensors
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class ProfiledStep:
         self._spec = spec
         self._chosen = chosen
         self._plain_peak_bytes: int | None = None
+        self.reserve_bytes = _BUILD_BYTES + _CALL_BYTES  # added to every predicted peak
         self.phases_s: dict[str, float] = {}
         with self._phase("trace"):
             self.traced: TracedStep = self._trace(spec, chosen)
@@ -153,7 +156,7 @@ class ProfiledStep:
             more_bytes: What the batch of the plan takes beyond the one that is there.
         """
         peak = devices.allocator_peak(memory, self.device, [max(1, self.batch_bytes)] * disturbance)
-        return None if peak is None else peak + more_bytes
+        return None if peak is None else peak + more_bytes + self.reserve_bytes
 
     def op_graph_at(self, spec) -> OpGraph:
         """The step traced for another argument, without measured storage."""
@@ -343,6 +346,7 @@ class PlannedStep:
     def _confirm(self) -> None:
         """Takes a plan that keeps the budget from where memory stands now, one that is known if possible."""
         self._confirmed = True
+        self._profiled.reserve_bytes = _CALL_BYTES
         planner = self._profiled.planner
         planner.forget_peaks()
         confirmed = planner.confirmed(self.candidate, self.budget_bytes)
@@ -430,4 +434,5 @@ def _variable_bytes(variable) -> int:
 def _notes(unsized: tuple[str, ...]) -> tuple[str, ...]:
     if not unsized:
         return ()
-    return (f"{len(unsized)} ops make tensors of unknown size, which are not planned: {', '.join(unsized[:3])}.",)
+    names = ", ".join(unsized[:3])
+    return (f"{len(unsized)} ops make tensors of unknown size, which can take the step above its budget: {names}.",)

@@ -19,9 +19,9 @@ def progress(verbose: bool | str) -> Callable[[str, float], None] | None:
     Raises:
         OptionError: `verbose` is something else.
     """
-    if verbose == "auto":
+    if isinstance(verbose, str) and verbose == "auto":
         return _Bar() if sys.stderr.isatty() else None
-    if verbose not in (True, False):
+    if not isinstance(verbose, int) or verbose not in (True, False):
         raise OptionError(f'verbose must be True, False or "auto"; got {verbose!r}.')
     return _Bar() if verbose else None
 

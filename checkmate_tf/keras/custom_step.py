@@ -41,7 +41,7 @@ class PlannedFunction:
                 f"input_spec must be a tuple with one entry per argument of the step; got {type(input_spec).__name__}. "
                 "Example: (tf.TensorSpec((32, 64), tf.float32),)."
             )
-        self._plain = step if _is_tf_function(step) else tf.function(step)
+        self._plain = step if _is_tf_function(step) else _as_tf_function(step)
         self._python = getattr(step, "python_function", step)
         self._notes: list[str] = []
         self._result = None  # what the step returned when it was traced: the structure of its results
@@ -106,3 +106,10 @@ class PlannedFunction:
 
 def _is_tf_function(step) -> bool:
     return hasattr(step, "python_function") and hasattr(step, "get_concrete_function")
+
+
+def _as_tf_function(step: Callable):
+    try:
+        return tf.function(step)
+    except (TypeError, ValueError) as error:  # a built-in without a signature
+        raise ModelError(f"step must be a Python function of tensors; got {step!r}: {error}") from error

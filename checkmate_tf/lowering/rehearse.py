@@ -27,6 +27,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import bfc_memory_map_pb2
 from tensorflow.python.eager import context, execute
 
+from checkmate_tf.budget import format_bytes
 from checkmate_tf.core import allocator as allocators
 from checkmate_tf.core.allocator import AllocatorConfig, AllocatorState, Playback, Region
 from checkmate_tf.errors import CheckmateError, GraphError
@@ -89,6 +90,8 @@ def reserve(nbytes: int, *, device: str = "CPU:0") -> None:
     """
     if nbytes <= 0:
         raise GraphError(f"A reserve must have a positive size; got {nbytes} bytes.")
+    if nbytes >= _MORE_THAN_ANY_LIMIT:
+        raise CheckmateError(f"No device has room for one block of {format_bytes(nbytes)}.")
     with tf.device(device):
         try:
             empty(nbytes)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import pathlib
 import resource
+import signal
 import subprocess
 import sys
 
@@ -45,6 +46,7 @@ def main(cache_dir: str, how: str = "") -> None:
         say(solver=process.pid)
 
     pathlib.Path.replace, subprocess.Popen.__init__ = replace, popen
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with it ignored
     if how == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     keras.utils.set_random_seed(1)

@@ -1,0 +1,32 @@
+"""Recipes of random models on which something failed once; `random_run.py` draws new ones."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+from hypothesis import given, settings
+from random_models import recipes
+from random_run import checked, drawn
+
+RECIPES = json.loads((pathlib.Path(__file__).parent / "random_regressions.json").read_text())
+
+
+@pytest.mark.slow  # a process of its own that trains each model three times
+@pytest.mark.parametrize("name", RECIPES)
+def test_once_failed(name, tmp_path):
+    (result,) = checked([{"number": 0, "recipe": RECIPES[name]}], str(tmp_path))
+    assert result["outcome"] == "ok", result
+
+
+@settings(max_examples=5, deadline=None)
+@given(recipe=recipes())
+def test_recipes_are_plain_json(recipe):
+    assert json.loads(json.dumps(recipe)) == recipe
+
+
+@pytest.mark.slow
+def test_a_seed_draws_the_same_models_again():
+    assert drawn(3, 0) == drawn(3, 0)
+    assert len(drawn(3, 0)) == 10
