@@ -83,7 +83,15 @@ def minimum_budget(
     solver = solver or StagesSolver(graph)
     best = solver.smallest(floor, Options(time_limit_s=time_limit_s, seed=seed))
     if graph.n == 0:  # nothing in the step is large enough to be planned
-        return MinimumBudget(floor, best.to_schedule(graph), floor, floor, bottleneck="", bottleneck_bytes=(0, 0, 0))
+        return MinimumBudget(
+            budget_bytes=floor,
+            schedule=best.to_schedule(graph),
+            lower_bound_bytes=floor,
+            forward_once_bound_bytes=floor,
+            bottleneck="",
+            bottleneck_bytes=(0, 0, 0),
+            strategy=solver.name,
+        )
     node = int(np.argmax(once_bound)) if best.peak_bytes <= floor else solver.evaluator.peak_node(best)
     inputs = int(graph.out_bytes[list(graph.deps[node])].sum())
     return MinimumBudget(

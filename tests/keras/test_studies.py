@@ -119,7 +119,7 @@ def test_a_scaled_step_is_the_step_traced_at_that_size(cached):
     ("options", "error", "message"),
     [
         ({"budgets": []}, OptionError, "at least one entry"),
-        ({"strategies": "auto"}, OptionError, "must be lists"),
+        ({"strategies": "auto"}, OptionError, "must be a list"),
         ({"strategies": ["nothing"]}, OptionError, "strategy must be one of"),
         ({"budgets": [2.0]}, checkmate_tf.BudgetError, "at most 1"),
         ({"time_limit_s": 0}, OptionError, "time_limit_s"),
