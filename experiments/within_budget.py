@@ -15,19 +15,16 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import importlib.metadata
 import json
-import os
 import pathlib
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 
+from recording import KERAS_PACKAGES, RESULTS, merged, read_rows, run_worker, send_rows, write_result
+
 RESERVED = "9GiB"  # of address space, for plain and planned steps alike
-HERE = pathlib.Path(__file__).parent
 BUDGETS = {
     "VGG16": ["0.8", "0.7", "0.6", "0.5", "min"],
     "MobileNet": ["0.8", "0.6", "0.5", "0.35", "min"],
@@ -50,36 +47,19 @@ def main() -> int:
     args = parser.parse_args()
     if args.worker:
         rows = run_case(args.worker, args.budgets, args.steps, args.time_limit, args.implementations)
-        print("RESULT " + json.dumps(rows))
+        send_rows(rows)
         return 0
     suffix = "" if args.implementations == "exact" else f"_{args.implementations}"
-    args.out = args.out or HERE / "results" / f"within_budget{suffix}.json"
-    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    args.out = args.out or RESULTS / f"within_budget{suffix}.json"
+    rows = read_rows(args.out)
     for case in args.cases:
         budgets = args.budgets or [*BUDGETS[case], *(["all"] if args.implementations == "fused" else [])]
-        found = run_worker(case, budgets, args.steps, args.time_limit, args.implementations)
-        done = {(row["case"], row["budget"]) for row in found}
-        rows = [row for row in rows if (row["case"], row["budget"]) not in done] + found
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        content = {"version": 1, "environment": environment(), "settings": settings(args), "rows": rows}
-        args.out.write_text(json.dumps(content, indent=1) + "\n")
+        command = ["--worker", case, "--steps", str(args.steps), "--time-limit", str(args.time_limit)]
+        command += ["--implementations", args.implementations, "--budgets", *budgets]
+        rows = merged(rows, run_worker(__file__, command), lambda row: (row["case"], row["budget"]))
+        settings = {"implementations": args.implementations, "jit_compile": False}
+        write_result(args.out, rows, settings, KERAS_PACKAGES)
     return 0
-
-
-def run_worker(case: str, budgets: list[str], steps: int, time_limit_s: float, implementations: str) -> list[dict]:
-    """Runs one case in a fresh process and returns its rows."""
-    command = [sys.executable, __file__, "--worker", case, "--steps", str(steps), "--time-limit", str(time_limit_s)]
-    command += ["--implementations", implementations, "--budgets", *budgets]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    rows = []
-    for line in process.stdout:
-        if line.startswith("RESULT "):
-            rows = json.loads(line.removeprefix("RESULT "))
-        else:
-            print(line, end="", flush=True)
-    if process.wait():
-        raise SystemExit(f"{case} failed with exit status {process.returncode}")
-    return rows
 
 
 def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float, implementations: str) -> list[dict]:
@@ -186,29 +166,6 @@ def measure(name, budget, plain_peak, plain, planned, model, steps) -> dict:
         "rules": dict(collections.Counter(row.rule for row in report.implementations)),
         "phases_s": {phase: round(seconds, 2) for phase, seconds in report.phases_s.items()},
         "notes": list(report.notes),
-    }
-
-
-def settings(args) -> dict:
-    """What decided the result beside the code."""
-    return {
-        "implementations": args.implementations,
-        "jit_compile": False,
-    }
-
-
-def environment() -> dict:
-    """The machine and the versions."""
-    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
-    packages = ("tensorflow", "keras", "ortools", "numpy", "checkmate_tf")
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        **{package: importlib.metadata.version(package) for package in packages},
     }
 
 
