@@ -239,6 +239,7 @@ def test_what_was_found_is_not_searched_for_again(tmp_path, monkeypatch):
     budget = int(0.75 * first.store_all().peak_bytes)
     found = first.plan(budget, time_limit_s=2)
     later = planner(REPORTS["exact"], archive_dir=tmp_path)
+    assert found.time_s in [seconds for order in later.orders for seconds in order.tried.values()]
     monkeypatch.setattr(later, "search", lambda *_, **__: pytest.fail("searched again"))
     again = later.plan(budget, time_limit_s=2)
     assert again.plan.ops.tolist() == found.plan.ops.tolist()

@@ -62,7 +62,7 @@ class Order:
     def _remember(self, entry: Entry) -> None:
         self.kept.append(entry)
         nodes = np.array(entry.nodes, dtype=np.int64)
-        self.tried[nodes.tobytes()] = float(self.costs.time_s[self.coarse.op_sequence(nodes)].sum())
+        self.tried[nodes.tobytes()] = self.costs.sequence_s(np.array(self.coarse.op_sequence(nodes)))
         if entry.bound is not None:
             budget_bytes = self.coarse.graph.fixed_bytes + entry.room_bytes
             self._bounds.append((budget_bytes, entry.bound, entry.bound_of))
