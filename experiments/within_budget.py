@@ -4,11 +4,10 @@
     python experiments/within_budget.py --cases MobileNet --budgets 0.5 --out /tmp/out.json
     python experiments/within_budget.py --implementations fused        # results/within_budget_fused.json
 
-Each case runs in a process of its own, in which a planned step and a plain one take turns, so that a
-machine that becomes slower or faster does so for both; the first of each is not measured. Peaks are the
-allocator's own, everything on the device included. Budgets are fractions of the plain step's measured
-peak, or "min": the smallest budget that `checkmate_tf.minimum_budget` names, or "all": twice the plain
-peak, with which nothing is recomputed.
+Each case runs in a process of its own, in which blocks of plain and of planned steps alternate; the
+first step of a block is not measured. Peaks are the allocator's own, everything on the device
+included. Budgets are fractions of the plain step's measured peak, or "min": the smallest budget that
+`checkmate_tf.minimum_budget` names, or "all": twice the plain peak, with which nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(BUDGETS), choices=list(BUDGETS))
     parser.add_argument("--budgets", nargs="+", help='fractions of the plain peak, or "min" (default: per case)')
-    parser.add_argument("--steps", type=int, default=7, help="measured steps of each kind, per budget (default 7)")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps in a block (default 5)")
     parser.add_argument("--time-limit", type=float, default=40.0, help="seconds of search per budget")
     parser.add_argument("--implementations", default="exact", choices=["exact", "fused"])
     parser.add_argument("--out", type=pathlib.Path, help="default: results/within_budget[_fused].json")
@@ -89,7 +88,7 @@ def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float, imp
         checkmate_tf.restore(model)
         model.make_train_function()
         plain = Stepper(model.train_function, (x, y))
-        plain.run(3)
+        plain.run(1 + steps)
         plain_peak = max(plain.peaks[1:])
         for budget in budgets:
             if budget == "min":
@@ -108,7 +107,7 @@ def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float, imp
             compile_s = time.perf_counter() - start
             model.make_train_function()
             rows.append(measure(name, budget, plain_peak, plain, Stepper(model.train_function, (x, y)), model, steps))
-            rows[-1] |= {"compile_s": round(compile_s, 2), "time_limit_s": time_limit_s, "steps": steps}
+            rows[-1] |= {"compile_s": round(compile_s, 2), "time_limit_s": time_limit_s, "steps_in_a_block": steps}
             print(json.dumps({k: v for k, v in rows[-1].items() if k != "phases_s"}), flush=True)
             checkmate_tf.restore(model)
         for row in rows:
@@ -117,7 +116,7 @@ def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float, imp
 
 
 class Stepper:
-    """Runs a training step on one batch and measures it."""
+    """Runs training steps on one batch and measures each."""
 
     def __init__(self, train_function, batch):
         self._train_function = train_function
@@ -125,8 +124,8 @@ class Stepper:
         self.peaks: list[int] = []
         self.seconds: list[float] = []
 
-    def run(self, steps: int = 1) -> None:
-        """Runs and measures."""
+    def run(self, steps: int) -> None:
+        """Runs and measures some steps."""
         import tensorflow as tf
 
         for _ in range(steps):
@@ -139,14 +138,14 @@ class Stepper:
 
 
 def measure(name, budget, plain_peak, plain, planned, model, steps) -> dict:
-    """One row: planned and plain steps in turns."""
+    """One row: a block of planned steps between two blocks of plain ones."""
     import checkmate_tf
 
-    for _ in range(1 + steps):
-        planned.run()
-        plain.run()
+    planned.run(1 + steps)
+    before = plain.seconds[-steps:]
+    plain.run(1 + steps)
     report = checkmate_tf.report(model)
-    plain_s = statistics.median(plain.seconds[-steps:])
+    plain_s = statistics.median(before + plain.seconds[-steps:])
     planned_s = statistics.median(planned.seconds[1:])
     return {
         "case": name,
