@@ -19,7 +19,7 @@ from checkmate_tf.core.simulate import Memory, simulate
 from checkmate_tf.errors import ModelError
 from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering.again import KEPT_STATISTICS
-from checkmate_tf.lowering.arena import make_room
+from checkmate_tf.lowering.arena import gather, make_room
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, RULES
 from checkmate_tf.lowering.profile import profile
@@ -80,7 +80,8 @@ class ProfiledStep:
             raise ModelError("the training step updates no variable; there is nothing to plan.")
         self.device = devices.name_of(self.traced.function.variables)
         plain = simulate(extracted.op_graph, compile_plan(extracted.op_graph, range(extracted.op_graph.n)))
-        self.make_room(int(_ROOM * plain.peak_bytes))
+        self._room_bytes = int(_ROOM * plain.peak_bytes)
+        self.tidy()
         with self._phase("profile"):
             self.profile = profile(
                 extracted,
@@ -168,7 +169,12 @@ class ProfiledStep:
 
     def make_room(self, nbytes: int) -> None:
         """Makes the allocator own one free block of this size, if there is room for it."""
-        make_room(self.device, nbytes, [_variable_bytes(v) for v in self.traced.function.variables])
+        make_room(self.device, nbytes, self.traced.function.variables)
+
+    def tidy(self) -> None:
+        """Moves the variables together, where there is room for that: other steps may have scattered them."""
+        variables = self.traced.function.variables
+        gather(self.device, variables, make_room(self.device, self._room_bytes, variables))
 
     def _phase(self, name: str):
         return _Phase(self.phases_s, name, self.settings)
@@ -347,6 +353,7 @@ class PlannedStep:
         """Takes a plan that keeps the budget from where memory stands now, one that is known if possible."""
         self._confirmed = True
         self._profiled.reserve_bytes = _CALL_BYTES
+        self._profiled.tidy()
         planner = self._profiled.planner
         planner.forget_peaks()
         confirmed = planner.confirmed(self.candidate, self.budget_bytes)
@@ -425,10 +432,6 @@ class PlannedStep:
             search=candidate.history,
             notes=(*profiled.notes, *self._notes),
         )
-
-
-def _variable_bytes(variable) -> int:
-    return variable.shape.num_elements() * variable.dtype.size if variable.shape.is_fully_defined() else 0
 
 
 def _notes(unsized: tuple[str, ...]) -> tuple[str, ...]:

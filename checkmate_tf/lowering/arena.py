@@ -17,10 +17,11 @@ _log = logging.getLogger(__name__)
 
 _SMALLEST_PLUG_BYTES = 1 << 18
 _MOST_PLUGS = 500
+_SLACK_BYTES = 128 << 20  # from which the allocator splits a chunk in any case
 _LEFT_FREE_BYTES = 4 << 20  # of a limit, for what is allocated beside the step
 
 
-def make_room(device: str, nbytes: int, held_bytes: Sequence[int]) -> None:
+def make_room(device: str, nbytes: int, variables: Sequence[tf.Variable]) -> int:
     """Makes the allocator own one large free block, from which a step's tensors can then be carved.
 
     The best-fit allocator grows by regions that double and never merge, and gives a request a whole
@@ -31,22 +32,62 @@ def make_room(device: str, nbytes: int, held_bytes: Sequence[int]) -> None:
     Args:
         device: Device whose allocator is meant. Only a CPU's grows.
         nbytes: Size that is wanted; less where the device has a limit.
-        held_bytes: Sizes of the variables, which take part of the limit.
+        variables: What the device holds; they take part of the limit.
+
+    Returns:
+        Size of the block; 0 where there is none.
     """
     if "CPU" not in device.upper():
-        return
+        return 0
     config = allocator_config(device=device)
     taken = BfcAllocator(config)
-    for size in held_bytes:
+    for size in map(_nbytes, variables):
         if size:
             taken.allocate(size)
     room = min(nbytes, config.limit_bytes - max(taken.pool_bytes, in_use_bytes(device)) - _LEFT_FREE_BYTES)
     if room <= _SMALLEST_PLUG_BYTES:
-        return
+        return 0
     try:
         reserve(room, device=device)
     except CheckmateError as error:
         _log.debug("the step's tensors will come from several regions: %s", error)
+        return 0
+    return room
+
+
+def gather(device: str, variables: Sequence[tf.Variable], room_bytes: int) -> None:
+    """Moves variables together, so that what is free between them becomes one block again.
+
+    An update in plain Keras often finds the variable's buffer still read, and takes a new one among the
+    activations. After some steps the variables are scattered, and requests get the free chunks between
+    them whole: on ResNet50, tensors of 523 MB then counted as 619 MB. A planned step updates in place.
+
+    Values stay as they are. Variables are first moved into the large block, then to where they had been,
+    which is by then in one piece.
+
+    Args:
+        device: Device whose allocator is meant.
+        variables: On that device.
+        room_bytes: Size of a free block, as `make_room` returns it. Nothing is moved if it is less than
+            twice what the variables take.
+    """
+    moved = [v for v in variables if _nbytes(v) >= _SMALLEST_PLUG_BYTES]
+    if not moved or 2 * sum(map(_nbytes, moved)) + _SLACK_BYTES > room_bytes:
+        return
+    with exact_chunks(device, room_bytes):
+        _move(device, moved)
+    _move(device, moved)
+
+
+def _move(device: str, variables: Sequence[tf.Variable]) -> None:
+    with tf.device(device):
+        for variable in variables:
+            variable.assign(tf.raw_ops.DeepCopy(x=variable.read_value()))
+
+
+def _nbytes(variable: tf.Variable) -> int:
+    shape = variable.shape
+    return shape.num_elements() * variable.dtype.size if shape.is_fully_defined() else 0
 
 
 class exact_chunks:

@@ -194,3 +194,40 @@ def test_errors_say_what_is_wrong():
 
 def test_a_device_without_statistics_is_refused_with_the_way_out():
     assert "TF_CPU_ALLOCATOR_USE_BFC" in run(UNTRACKED, NO_STATISTICS)["message"]
+
+
+GATHER = """
+from checkmate_tf.lowering.arena import gather, make_room
+MIB = 1 << 20
+make_room("CPU:0", 600 * MIB, [])
+variables, between = [], []
+for k in range(6):  # scattered among blocks that are freed
+    variables.append(tf.Variable(np.full((8 + k) * MIB // 4, k, np.float32)))
+    between.append(rehearse.empty((30 + 10 * k) * MIB))
+small = tf.Variable(7)
+del between
+request = [1], [45 * MIB]
+scattered = rehearse.rehearse(*request)
+before = [v.numpy() for v in variables]
+gather("CPU:0", [*variables, small], make_room("CPU:0", 600 * MIB, variables))
+gathered = rehearse.rehearse(*request)
+nothing = tf.config.experimental.get_memory_info("CPU:0")["current"]
+gather("CPU:0", variables, 100 * MIB)
+report(
+    scattered=scattered.peak_bytes - scattered.start_bytes,
+    gathered=gathered.peak_bytes - gathered.start_bytes,
+    grown=gathered.start_bytes - scattered.start_bytes,
+    values=bool(all(np.array_equal(v.numpy(), value) for v, value in zip(variables, before)) and small.numpy() == 7),
+    without_room=tf.config.experimental.get_memory_info("CPU:0")["current"] - nothing,
+)
+"""
+
+
+def test_scattered_variables_are_gathered_so_that_tensors_count_as_what_they_are():
+    """Plain steps had left ResNet50's variables so that 523 MB of tensors counted as 619 MB."""
+    found = run(GATHER, ONEDNN)
+    assert found["scattered"] > 45 << 20
+    assert found["gathered"] == 45 << 20
+    assert found["grown"] <= 0
+    assert found["values"]
+    assert found["without_room"] == 0
