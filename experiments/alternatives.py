@@ -20,18 +20,17 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import subprocess
 import sys
 import tempfile
 
 from models import CASES
-from within_budget import RESERVED, environment
+from recording import KERAS_PACKAGES, RESULTS, read_rows, run_worker, send_rows, write_result
+from within_budget import RESERVED
 
 CASE_NAMES = ("VGG16", "MobileNet", "ResNet50")
 SETS = ("none", "output", "intermediate", "all")
 OVERHEAD = 1.1
 PRECISION = 0.02  # of the plain peak
-RESULT = pathlib.Path(__file__).parent / "results" / "alternatives.json"
 
 
 def main() -> int:
@@ -40,29 +39,18 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", default=CASE_NAMES, choices=CASE_NAMES)
     parser.add_argument("--rows", type=int, default=8, help="of a batch (default 8)")
     parser.add_argument("--time-limit", type=float, default=15.0, help="seconds of search per plan (default 15)")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULT)
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "alternatives.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        print("RESULT " + json.dumps(run_case(args.worker, args.rows, args.time_limit)))
+        send_rows(run_case(args.worker, args.rows, args.time_limit))
         return 0
-    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    rows = read_rows(args.out)
     for case in args.cases:
-        found = run_worker(case, args.rows, args.time_limit)
-        rows = [row for row in rows if row["case"] != case] + found
-        settings = {"overhead": OVERHEAD, "precision": PRECISION}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        content = {"version": 1, "environment": environment(), "settings": settings, "rows": rows}
-        args.out.write_text(json.dumps(content, indent=1) + "\n")
+        command = ["--worker", case, "--rows", str(args.rows), "--time-limit", str(args.time_limit)]
+        rows = [row for row in rows if row["case"] != case] + run_worker(__file__, command)
+        write_result(args.out, rows, {"overhead": OVERHEAD, "precision": PRECISION}, KERAS_PACKAGES)
     return 0
-
-
-def run_worker(case: str, rows: int, time_limit_s: float) -> list[dict]:
-    """Runs one case in a fresh process and returns its rows."""
-    command = [sys.executable, __file__, "--worker", case, "--rows", str(rows), "--time-limit", str(time_limit_s)]
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    print(output, end="", flush=True)
-    return json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[7:])
 
 
 def run_case(name: str, rows: int, time_limit_s: float) -> list[dict]:

@@ -21,7 +21,6 @@ import json
 import pathlib
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 from models import CASES, Case
-from within_budget import HERE, RESERVED, Stepper, environment
+from recording import KERAS_PACKAGES, RESULTS, merged, read_rows, run_worker, send_rows, write_result
+from within_budget import RESERVED, Stepper
 
 import checkmate_tf
 
@@ -77,33 +77,25 @@ def main() -> int:
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--steps", type=int, default=5, help="measured steps in a block (default 5)")
     parser.add_argument("--time-limit", type=float, default=40.0, help="seconds of search for a plan")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "peers.json")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "peers.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         (case,), (peer,) = args.cases, args.peers
         row = compare(CASES[case], peer_of(case, peer), steps=args.steps, time_limit_s=args.time_limit)
-        print("RESULT " + json.dumps(row))
+        send_rows([{"case": case, "peer": peer, **row}])
         return 0
-    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    rows = read_rows(args.out)
     for case in args.cases:
         for peer in args.peers:
-            row = {"case": case, "peer": peer, **run_worker(case, peer, args.steps, args.time_limit)}
-            print(json.dumps(row), flush=True)
-            rows = [other for other in rows if (other["case"], other["peer"]) != (case, peer)] + [row]
+            command = ["--worker", "--cases", case, "--peers", peer]
+            command += ["--steps", str(args.steps), "--time-limit", str(args.time_limit)]
+            found = run_worker(__file__, command)
+            print(json.dumps(found[0]), flush=True)
+            rows = merged(rows, found, lambda row: (row["case"], row["peer"]))
             settings = {"steps_in_a_block": args.steps, "time_limit_s": args.time_limit, "jit_compile": False}
-            content = {"version": 1, "environment": environment(), "settings": settings, "rows": rows}
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(content, indent=1) + "\n")
+            write_result(args.out, rows, settings, KERAS_PACKAGES)
     return 0
-
-
-def run_worker(case: str, peer: str, steps: int, time_limit_s: float) -> dict:
-    """Runs one case and peer in a fresh process and returns its row."""
-    command = [sys.executable, __file__, "--worker", "--cases", case, "--peers", peer]
-    command += ["--steps", str(steps), "--time-limit", str(time_limit_s)]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(next(line for line in ran.stdout.splitlines() if line.startswith("RESULT "))[len("RESULT ") :])
 
 
 def peer_of(case: str, peer: str) -> Callable[[keras.Model], keras.Model]:

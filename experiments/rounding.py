@@ -20,7 +20,7 @@ import json
 import pathlib
 import sys
 
-from within_budget import environment
+from recording import KERAS_PACKAGES, write_result
 
 BATCH, STEPS, SIZE, CLASSES = 8, 5, 16, 10
 HALF_ULP = 6e-8
@@ -39,10 +39,8 @@ def main() -> int:
             found = train(biases, optimizer, program=program)
             rows.append({"conv_biases": biases, "optimizer": optimizer, "program": program, **compared(found, wanted)})
             print(json.dumps(rows[-1]), flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     settings = {"batch": BATCH, "steps": STEPS, "image": SIZE, "moved_by": HALF_ULP}
-    content = {"version": 1, "environment": environment(), "settings": settings, "rows": rows}
-    args.out.write_text(json.dumps(content, indent=1) + "\n")
+    write_result(args.out, rows, settings, KERAS_PACKAGES)
     return 0
 
 
