@@ -167,14 +167,13 @@ class ProfiledStep:
         names = self.settings.implementations
         return trace(self._step, spec, rules=RULES[names], alternatives=ALTERNATIVES[names], chosen=chosen)
 
-    def make_room(self, nbytes: int) -> None:
-        """Makes the allocator own one free block of this size, if there is room for it."""
-        make_room(self.device, nbytes, self.traced.function.variables)
+    def make_room(self, nbytes: int) -> int:
+        """Makes the allocator own one free block of this size, or what there is room for; returns its size."""
+        return make_room(self.device, nbytes, self.traced.function.variables)
 
     def tidy(self) -> None:
         """Moves the variables together, where there is room for that: other steps may have scattered them."""
-        variables = self.traced.function.variables
-        gather(self.device, variables, make_room(self.device, self._room_bytes, variables))
+        gather(self.device, self.traced.function.variables, self.make_room(self._room_bytes))
 
     def _phase(self, name: str):
         return _Phase(self.phases_s, name, self.settings)

@@ -154,7 +154,7 @@ class Planner:
 
     def _keep(self, candidate: Candidate, budget_bytes: int = 0, time_limit_s: float = 0.0) -> None:
         """Keeps a plan for later searches and runs."""
-        order = next((order for order in self.orders if order.op_graph is candidate.op_graph), None)
+        order = self._order_of(candidate)
         if order is None or candidate.nodes is None:
             return
         fixed_bytes = order.coarse.graph.fixed_bytes
@@ -342,9 +342,12 @@ class Planner:
                 order.tried[key] = candidate.time_s
         return order.seen[key]
 
+    def _order_of(self, candidate: Candidate) -> Order | None:
+        return next((order for order in self.orders if order.op_graph is candidate.op_graph), None)
+
     def _certified(self, candidate: Candidate, limit_s: float) -> Candidate:
         """The same plan, if it is in one of the orders, with the solver's bound for all schedules with its peak."""
-        order = next((order for order in self.orders if order.op_graph is candidate.op_graph), None)
+        order = self._order_of(candidate)
         if order is None:
             return candidate
         if not order.is_bounded(candidate.node_peak_bytes):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import keras
 import numpy as np
@@ -47,13 +46,8 @@ def test_planned_at_once_for_its_specification(planned):
     assert len(planned_training(planned)._steps) == 1
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],  # noqa: S301
-    ids=["deepcopy", "pickle"],
-)
-def test_copies_are_plain_and_whole(planned, copied):
-    other = copied(planned)
+def test_copies_are_plain_and_whole(planned):
+    other = copy.deepcopy(planned)
     assert planned_training(other) is None
     assert "make_train_function" not in other.__dict__
     assert planned_training(planned)._model is planned
