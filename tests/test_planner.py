@@ -291,3 +291,14 @@ def test_a_plan_that_no_longer_keeps_the_budget_is_not_replaced_by_a_much_dearer
     replaced = plans.replacement(cheap, budget, time_limit_s=3)
     assert replaced.peak_bytes <= budget
     assert replaced.time_s == best.time_s
+
+
+def test_a_kept_plan_that_no_longer_keeps_the_budget_is_not_answered_by_a_much_dearer_one(tmp_path):
+    first = planner(REPORTS["exact"], archive_dir=tmp_path)
+    budget = int(0.8 * first.store_all().peak_bytes)
+    cheap = first.plan(budget, time_limit_s=2)
+    smallest = first.minimum()
+    more = budget + MIB - cheap.peak_bytes
+    later = planner(lambda nbytes: nbytes + more, archive_dir=tmp_path)
+    assert later.known(budget).time_s == smallest.time_s
+    assert later.plan(budget, time_limit_s=2).time_s < smallest.time_s

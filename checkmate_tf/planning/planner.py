@@ -144,13 +144,19 @@ class Planner:
         return found
 
     def _kept(self, budget_bytes: int, time_limit_s: float) -> Candidate | None:
-        """The cheapest known plan that keeps a budget now, if one was searched for as long before."""
+        """What a search of at least this time found before, or a plan that costs hardly more, within the budget now."""
         self.forget_peaks()
         close = _SAME_BUDGET * budget_bytes
-        entries = [entry for order in self.orders for entry in order.kept]
-        if any(abs(e.budget_bytes - budget_bytes) <= close and e.time_limit_s >= time_limit_s for e in entries):
-            return self.known(budget_bytes, min(_BOUND_LIMIT_S, _BOUND_SHARE * time_limit_s))
-        return None
+        found_s = [
+            order.time_of(entry)
+            for order in self.orders
+            for entry in order.kept
+            if abs(entry.budget_bytes - budget_bytes) <= close and entry.time_limit_s >= time_limit_s
+        ]
+        if not found_s:
+            return None
+        bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * time_limit_s)
+        return self.known(budget_bytes, bound_limit_s, most_s=_AS_CHEAP * min(found_s))
 
     def _keep(self, candidate: Candidate, budget_bytes: int = 0, time_limit_s: float = 0.0) -> None:
         """Keeps a plan for later searches and runs."""

@@ -67,6 +67,10 @@ class Order:
             budget_bytes = self.coarse.graph.fixed_bytes + entry.room_bytes
             self._bounds.append((budget_bytes, entry.bound, entry.bound_of))
 
+    def time_of(self, entry: Entry) -> float:
+        """Seconds of a kept schedule."""
+        return self.tried[np.array(entry.nodes, dtype=np.int64).tobytes()]
+
     def solve(self, budget_bytes: int, options: Options) -> Solution:
         """Asks the solver, and remembers what it proves."""
         solution = self.solver.solve(budget_bytes, options)
