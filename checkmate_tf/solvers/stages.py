@@ -19,6 +19,7 @@ from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
 from checkmate_tf.solvers.chain_bound import chain_bound
 from checkmate_tf.solvers.cuts import cut_schedules
+from checkmate_tf.solvers.eviction import evicting_schedules, small_schedules
 from checkmate_tf.solvers.instant import BOUND_OF, least_cost
 from checkmate_tf.solvers.large import LARGE, improve
 from checkmate_tf.solvers.linear import (
@@ -65,7 +66,9 @@ _FIRST_RESTRICTED = 2  # model to begin with at the earliest, as what is left ou
 _SMALL = 80  # unless the graph has at most so many nodes
 _CUT_GAIN = 5e-3  # least relative gain of a bound for which cuts are taken
 _INSTANT_SHARE = 0.1  # of the time left, for the first bound
-_CUT_SHARE = 0.2  # and for schedules from cuts
+_CUT_SHARE = 0.2  # and for schedules from cuts,
+_EVICT_SHARE = 0.1  # for those by eviction
+_SMALL_SHARE = 0.3  # of the time limit, for small ones by eviction
 _RELAX_SHARE = 0.4  # of the time left, for one relaxation
 _SEARCH_SHARE = 0.8  # of the time limit, unless rounds stop paying before; then one worker raises the bound
 _PATIENCE = 5.0  # of the other worker meanwhile
@@ -116,6 +119,8 @@ class StagesSolver(Solver):
             return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of=BOUND_OF)
         self._cut(budget_bytes, recorder, options)
         clock.phase("cuts")
+        self._evict(budget_bytes, recorder, options)
+        clock.phase("evict")
         if self.graph.n > LARGE and self.graph.is_gradient.any():
             improve(self.evaluator, budget_bytes, recorder, options)
             return self._solution(recorder, clock, bound_of=BOUND_OF)
@@ -168,6 +173,9 @@ class StagesSolver(Solver):
         self._seed(options)
         recorder = Recorder(self.pool, target_bytes, clock, options)
         if self.pool.smallest().peak_bytes > target_bytes and self.graph.num_forward:
+            for schedule in small_schedules(self.evaluator, target_bytes, clock, _SMALL_SHARE * options.time_limit_s):
+                recorder.offer(schedule)
+        if self.pool.smallest().peak_bytes > target_bytes and self.graph.num_forward:
             search = self._wide_search(target_bytes, recorder, options)
             search.run(self.pool.front(), until_fits=True)
         return self.pool.smallest()
@@ -191,6 +199,15 @@ class StagesSolver(Solver):
             return
         clock = recorder.clock
         for schedule in cut_schedules(self.evaluator, budget_bytes, clock, clock.elapsed_s + _CUT_SHARE * clock.left_s):
+            recorder.offer(schedule)
+            if recorder.gap() <= options.gap:
+                return
+
+    def _evict(self, budget_bytes: int, recorder: Recorder, options: Options) -> None:
+        """Offers schedules by eviction."""
+        clock = recorder.clock
+        until_s = clock.elapsed_s + _EVICT_SHARE * clock.left_s
+        for schedule in evicting_schedules(self.evaluator, budget_bytes, clock, until_s):
             recorder.offer(schedule)
             if recorder.gap() <= options.gap:
                 return
