@@ -58,8 +58,10 @@ def test_every_row_is_judged_and_can_be_drawn(solvers, tmp_path, capsys):
     assert [row["judged"] for row in rows] == [True, True, None]
     assert [row["status"] for row in rows][::2] == ["optimal", "infeasible"]
     assert all(row["peak_bytes"] <= row["budget_bytes"] for row in rows[:2])
-    load("plot_solvers").draw(rows, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 1000
+    figure = load("plot_solvers").draw(rows)
+    assert figure.axes[0].get_title() == "graph, budget 0.8"
+    shown = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))
+    assert shown["auto"].get_ydata()[-1] == rows[1]["cost_increase_percent"]
 
 
 def test_the_table_names_graphs_once_per_budget_and_strategy(solvers):
