@@ -40,7 +40,13 @@ def cp_solver(time_limit_s: float, workers: int, seed: int, gap: float) -> cp_mo
 
 
 def run_cp_sat(
-    model: cp_model.CpModel, on_solution: cp_model.CpSolverSolutionCallback, clock: Clock, options: Options, gap: float
+    model: cp_model.CpModel,
+    on_solution: cp_model.CpSolverSolutionCallback,
+    clock: Clock,
+    options: Options,
+    *,
+    gap: float,
+    in_turns: bool,
 ) -> tuple[cp_model.CpSolverStatus, float]:
     """Runs CP-SAT until it is done, the clock's time is up or its search is asked to stop.
 
@@ -50,6 +56,7 @@ def run_cp_sat(
         clock: Of the whole search.
         options: Seed and workers.
         gap: Relative one at which to stop.
+        in_turns: Workers wait for one another, so that a seed gives one course of the search.
 
     Returns:
         OPTIMAL, FEASIBLE, UNKNOWN or INFEASIBLE, and the bound on the objective.
@@ -58,6 +65,7 @@ def run_cp_sat(
         RuntimeError: CP-SAT refuses the model.
     """
     solver = cp_solver(clock.left_s, options.workers, options.seed, gap)
+    solver.parameters.interleave_search = in_turns
     if clock.stop is None:
         status = solver.solve(model, on_solution)
     else:

@@ -32,6 +32,7 @@ from checkmate_tf.solvers.starts import add_starts, start_schedules
 _COST_STEPS = 1 << 30  # the store-all cost in CP-SAT's units
 _MOST_UNITS = 1 << 36  # all bytes in CP-SAT's units, which it multiplies by moments
 _MOST_INTERVALS = 4
+_IN_TURNS = 150  # nodes up to which it may be solved to the end; else workers that do not wait find schedules sooner
 _LARGEST = 2000  # nodes; starts may lie at about n^2 / 2 moments together
 
 
@@ -79,8 +80,8 @@ class IntervalsSolver(Solver):
         return self._solution(recorder, clock, status=status, bound_of=bound_of)
 
     def _run(self, program: _Program, recorder: Recorder, options: Options) -> Status | None:
-        offer = _Offer(program, self._evaluator, recorder)
-        found, bound = run_cp_sat(program.model, offer, recorder.clock, options, options.gap)
+        offer, in_turns = _Offer(program, self._evaluator, recorder), self.graph.n <= _IN_TURNS
+        found, bound = run_cp_sat(program.model, offer, recorder.clock, options, gap=options.gap, in_turns=in_turns)
         if found == cp_model.INFEASIBLE:
             return Status.INFEASIBLE if program.exact else None
         if not program.exact:

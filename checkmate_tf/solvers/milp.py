@@ -86,8 +86,8 @@ def solve_exactly(evaluator: Evaluator, budget_bytes: int, recorder: Recorder, o
     program = Program(evaluator, budget_bytes)
     if recorder.best is not None:
         program.hint(recorder.best)
-    offer = _Offer(program, evaluator, recorder)
-    found, bound = run_cp_sat(program.model, offer, recorder.clock, options, min(options.gap, _PROVEN))
+    offer, gap = _Offer(program, evaluator, recorder), min(options.gap, _PROVEN)
+    found, bound = run_cp_sat(program.model, offer, recorder.clock, options, gap=gap, in_turns=True)
     if found == cp_model.INFEASIBLE:
         return Status.INFEASIBLE
     if bound > 0:
