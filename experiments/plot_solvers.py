@@ -71,7 +71,6 @@ def draw(rows: list[dict]) -> Figure:
         entries |= dict(zip(labels, handles, strict=True))
     order = [name for name in (*SEARCHES, "lower bound", *BASELINES) if name in entries]
     figure.legend([entries[name] for name in order], order, loc="outside lower center", ncols=7, frameon=False)
-    figure.supxlabel("seconds", fontsize="medium")
     figure.supylabel("cost above running every node once [%]", fontsize="medium")
     return figure
 
@@ -106,9 +105,10 @@ def _panel(axis: Axes, graph: str, rows: list[dict]) -> None:
     if bounds:
         axis.axhline(max(bounds), color=style.BLACK, linestyle=":", linewidth=1.2, label="lower bound")
     axis.set_title(f"{graph}, budget {rows[0]['budget']:,}", fontsize="medium")
+    axis.set_xlabel("seconds")
     axis.set_xscale("log")
     axis.set_yscale("symlog", linthresh=1.0)
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.5 * axis.get_ylim()[1])
     axis.grid(axis="y", color=style.LIGHT_GREY, linewidth=0.6)
     axis.yaxis.set_major_formatter("{x:g}")
 
