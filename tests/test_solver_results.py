@@ -5,6 +5,7 @@ import json
 import pathlib
 import sys
 
+import large_graphs
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -71,6 +72,14 @@ def test_the_table_names_graphs_once_per_budget_and_strategy(solvers):
             key = graph, budget, strategy, case.time_limit_s
             assert key not in seen
             seen.add(key)
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("resnet150", 1104), ("densenet78", 1128), ("chain1000", 2000)])
+def test_generated_graphs_are_training_graphs(name, nodes):
+    graph = large_graphs.LARGE[name]()
+    assert graph.n == 2 * graph.num_forward == nodes
+    assert [graph.is_gradient[k] for k in (0, graph.num_forward - 1, graph.num_forward)] == [False, False, True]
+    assert all(graph.deps[k] for k in range(1, graph.n)), "every node but the first reads something"
 
 
 def test_ratios_are_means_over_the_budgets_that_a_strategy_met(solvers):

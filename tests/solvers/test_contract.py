@@ -60,6 +60,7 @@ def test_contract(strategy, name, optimum):
         assert best.status in (Status.OPTIMAL, Status.INFEASIBLE)
         if solution.schedule is None:
             assert solution.status in (Status.UNKNOWN, Status.INFEASIBLE)
+            assert solution.bound_of or solution.status is Status.UNKNOWN
             assert np.isnan(solution.cost)
             continue
         cost, peak = small.run(graph, solution.schedule.sequence())
