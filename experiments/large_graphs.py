@@ -1,4 +1,4 @@
-"""Training graphs of thousands of nodes, each from a few lines: unrolled LSTM, deep ResNet and Transformer, chain.
+"""Training graphs of 1,000 to 20,000 nodes, each from a few lines: LSTM, ResNet, DenseNet, Transformer, chain.
 
     python experiments/large_graphs.py FOLDER        # writes them as graph files
 
@@ -107,6 +107,24 @@ def resnet(layers: int = 1000, size: int = 1 << 24) -> Graph:
     return made.training_graph()
 
 
+def densenet(blocks: tuple[int, ...] = (12, 20, 28, 18), size: int = 1 << 22) -> Graph:
+    """Dense blocks of bottleneck layers that read all layers before them in their block; `size` is what one adds."""
+    made = Forward()
+    last = made.add(size=2 * size)
+    for section, layers in enumerate(blocks):
+        here = size >> 2 * section  # a quarter of the pixels
+        for _ in range(layers):
+            inner = made.chain(last, (0, "inputs"), (0, "output"), size=made.size[last])
+            inner = made.chain(inner, (64 * here, "inputs"), (0, "inputs"), (0, "output"), size=4 * here)
+            new = made.add(inner, size=here, work=16 * here)
+            last = made.add(last, new, size=made.size[last] + here, keeps="nothing")
+        half = made.size[last] // 2
+        inner = made.chain(last, (0, "inputs"), (0, "output"), size=2 * half)
+        last = made.chain(made.add(inner, size=half, work=16 * half), (0, "nothing"), size=half // 4)
+    made.add(last, size=8)
+    return made.training_graph()
+
+
 def transformer(layers: int = 48, size: int = 1 << 22, heads: int = 2) -> Graph:
     """Pre-norm blocks with layer norm, softmax and GELU in parts, and dropout, as Keras traces them."""
     made = Forward()
@@ -135,6 +153,8 @@ def transformer(layers: int = 48, size: int = 1 << 22, heads: int = 2) -> Graph:
 
 
 LARGE = {
+    "resnet150": lambda: resnet(150),
+    "densenet78": densenet,
     "chain1000": lambda: chain(1000),
     "lstm_4x64": lstm,
     "resnet1000": resnet,

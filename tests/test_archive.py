@@ -2,10 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from checkmate_tf.core.graph import Graph
+from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.planning.archive import Archive, Entry, is_valid
+from checkmate_tf.planning.search import Order
 
 ENTRY = Entry(nodes=(0, 1, 0, 2, 3), room_bytes=12, budget_bytes=40, time_limit_s=2.0, bound=4.5, bound_of="checkmate")
 
@@ -120,3 +123,17 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, caplog):
     file.write_text("")
     archive(file).add(ENTRY)
     assert "cannot be written" in caplog.text
+
+
+def test_an_order_keeps_what_its_file_does(tmp_path):
+    """However often the same budget is searched for."""
+    step = OpGraph.from_graph(Graph.build([1.0] * 4, [1 << 20] * 4, [(0, 1), (0, 2), (1, 2), (2, 3)]))
+    order = Order(step, Costs(np.ones(4), np.zeros(4, np.int64)), 0, "checkpoint_all", str(tmp_path))
+    try:
+        nodes = tuple(range(order.coarse.graph.n))
+        for budget_bytes in (40, 41, 40, 40):
+            order.keep(Entry(nodes, 8, budget_bytes, 1.0))
+    finally:
+        order.solver.close()
+    assert [entry.budget_bytes for entry in order.kept] == [41, 40]
+    assert order.kept == Archive(tmp_path, "checkpoint_all", order.coarse.graph).read()

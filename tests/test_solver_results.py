@@ -5,6 +5,7 @@ import json
 import pathlib
 import sys
 
+import large_graphs
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -58,8 +59,10 @@ def test_every_row_is_judged_and_can_be_drawn(solvers, tmp_path, capsys):
     assert [row["judged"] for row in rows] == [True, True, None]
     assert [row["status"] for row in rows][::2] == ["optimal", "infeasible"]
     assert all(row["peak_bytes"] <= row["budget_bytes"] for row in rows[:2])
-    load("plot_solvers").draw(rows, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 1000
+    figure = load("plot_solvers").draw(rows)
+    assert figure.axes[0].get_title() == "graph, budget 0.8"
+    shown = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))
+    assert shown["auto"].get_ydata()[-1] == rows[1]["cost_increase_percent"]
 
 
 def test_the_table_names_graphs_once_per_budget_and_strategy(solvers):
@@ -69,6 +72,14 @@ def test_the_table_names_graphs_once_per_budget_and_strategy(solvers):
             key = graph, budget, strategy, case.time_limit_s
             assert key not in seen
             seen.add(key)
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("resnet150", 1104), ("densenet78", 1128), ("chain1000", 2000)])
+def test_generated_graphs_are_training_graphs(name, nodes):
+    graph = large_graphs.LARGE[name]()
+    assert graph.n == 2 * graph.num_forward == nodes
+    assert [graph.is_gradient[k] for k in (0, graph.num_forward - 1, graph.num_forward)] == [False, False, True]
+    assert all(graph.deps[k] for k in range(1, graph.n)), "every node but the first reads something"
 
 
 def test_ratios_are_means_over_the_budgets_that_a_strategy_met(solvers):

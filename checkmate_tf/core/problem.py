@@ -61,7 +61,7 @@ class Options:
     Attributes:
         time_limit_s: Seconds until the best schedule so far is returned.
         gap: Stop when (cost - bound) / bound is at most this.
-        seed: Same seed, same machine, no time limit hit: same schedule.
+        seed: Same seed, same machine, no time limit hit (nor that of a part of the search): same schedule.
         workers: Threads or processes at most.
         hint: A schedule to start from, feasible or not.
         keep_order: Nodes run for the first time in the graph's order. Off, strategies that can may

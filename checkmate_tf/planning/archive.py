@@ -83,15 +83,20 @@ class Archive:
         return valid
 
     def add(self, entry: Entry) -> None:
-        """Keeps a schedule, in place of one for the same budget. A file that cannot be written is left."""
+        """Keeps a schedule. A file that cannot be written is left."""
         if self._path is None:
             return
-        others = [old for old in self.read() if old.budget_bytes != entry.budget_bytes or not entry.budget_bytes]
-        entries = [dataclasses.asdict(kept) for kept in [*others, entry][-_MOST_ENTRIES:]]
+        entries = [dataclasses.asdict(kept) for kept in joined(self.read(), entry)]
         try:
             write_atomically(self._path, json.dumps({"header": self._header, "entries": entries}))
         except OSError as error:
             _log.warning("The schedules in %s cannot be written: %s", self._path, error)
+
+
+def joined(entries: Sequence[Entry], new: Entry) -> list[Entry]:
+    """The entries with a new one in place of one for the same budget, without the oldest where they are too many."""
+    others = [old for old in entries if old.budget_bytes != new.budget_bytes or not new.budget_bytes]
+    return [*others, new][-_MOST_ENTRIES:]
 
 
 def digest(graph: Graph) -> str:

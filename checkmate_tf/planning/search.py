@@ -14,7 +14,7 @@ from checkmate_tf.core.coarsen import Coarse, coarsen
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.problem import Options, Solution
 from checkmate_tf.core.schedule import SequenceSchedule
-from checkmate_tf.planning.archive import Archive, Entry
+from checkmate_tf.planning.archive import Archive, Entry, joined
 from checkmate_tf.planning.candidate import NEVER, Candidate
 from checkmate_tf.solvers.base import Clock
 from checkmate_tf.solvers.remote import Point, RemoteSolver
@@ -60,7 +60,7 @@ class Order:
         self._remember(entry)
 
     def _remember(self, entry: Entry) -> None:
-        self.kept.append(entry)
+        self.kept = joined(self.kept, entry)
         nodes = np.array(entry.nodes, dtype=np.int64)
         self.tried[nodes.tobytes()] = self.costs.sequence_s(np.array(self.coarse.op_sequence(nodes)))
         if entry.bound is not None:

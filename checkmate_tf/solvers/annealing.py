@@ -57,7 +57,7 @@ class Annealing:
         self._budget_bytes = budget_bytes
         self._keep_order = keep_order
         self._random = random.Random(seed)
-        self._average = (graph.total_cost or 1.0) / graph.n
+        self._average = (graph.total_cost or 1.0) / max(1, graph.n)
         self._recomputable = graph.recomputable.tolist()
         self.start(sequence)
 

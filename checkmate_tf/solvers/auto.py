@@ -37,6 +37,7 @@ class AutoSolver(StagesSolver):
     def __init__(self, graph: Graph):
         super().__init__(graph)
         self._local_search = LocalSearchSolver(graph)
+        self._has_one_order = all(k - 1 in deps for k, deps in enumerate(graph.deps) if k)
 
     def solve(self, budget_bytes: int, options: Options) -> Solution:
         """See Solver.solve.
@@ -44,11 +45,11 @@ class AutoSolver(StagesSolver):
         INFEASIBLE is proven for the graph's order (for small graphs of all schedules, else of forward-once
         ones); for graphs without a backward pass, whose order may change, for any order.
         """
-        course = Course(options)
-        if self.graph.is_gradient.any() or options.keep_order:
+        course, keep_order = Course(options), options.keep_order or self._has_one_order
+        if self.graph.is_gradient.any() or keep_order:
             self._in_order(budget_bytes, course, _IN_ORDER_SHARE)
             settled = course.closed() or course.infeasible()
-            if not (settled if options.keep_order else self._least_cost(course)):
+            if not (settled if keep_order else self._least_cost(course)):
                 self._refine(budget_bytes, course)
             infeasible = course.infeasible()
         else:

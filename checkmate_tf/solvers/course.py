@@ -80,7 +80,7 @@ class Course:
         bounding = [s for s in self._found if s.bound is not None and s.bound <= self.cost * (1 + _PROVEN)]
         closing = [s for s in bounding if self.cost <= s.bound * (1 + _PROVEN)]
         if closing:
-            return min(closing, key=lambda s: _WIDEST.index(s.bound_of) if s.bound_of in _WIDEST else len(_WIDEST))
+            return min(closing, key=_narrowness)
         return max(bounding, key=lambda s: (s.bound, s.bound_of), default=None)
 
     def solution(self, strategy: str, *, infeasible: bool) -> Solution:
@@ -100,6 +100,8 @@ class Course:
         status = Status.OPTIMAL if proven else Status.FEASIBLE
         if self.schedule is None:
             status = Status.INFEASIBLE if infeasible else Status.UNKNOWN
+        if status is Status.INFEASIBLE:
+            bounding = min((s for s in self._found if s.status is Status.INFEASIBLE), key=_narrowness)
         return dataclasses.replace(
             best,
             status=status,
@@ -110,3 +112,8 @@ class Course:
             history=tuple(self._history),
             bounds=() if bounding is None else bounding.bounds,
         )
+
+
+def _narrowness(found: Solution) -> int:
+    """How narrow a model the solution's bound or proof is of; 0 for the widest."""
+    return _WIDEST.index(found.bound_of) if found.bound_of in _WIDEST else len(_WIDEST)

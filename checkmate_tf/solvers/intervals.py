@@ -24,14 +24,15 @@ import numpy as np
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
+from checkmate_tf.solvers.cp_sat import byte_unit, run_cp_sat
 from checkmate_tf.solvers.engines import cp_model
-from checkmate_tf.solvers.milp import byte_unit, cp_solver
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, node_blocks, rows_from_masks
 from checkmate_tf.solvers.starts import add_starts, start_schedules
 
 _COST_STEPS = 1 << 30  # the store-all cost in CP-SAT's units
 _MOST_UNITS = 1 << 36  # all bytes in CP-SAT's units, which it multiplies by moments
 _MOST_INTERVALS = 4
+_IN_TURNS = 150  # nodes up to which it may be solved to the end; else workers that do not wait find schedules sooner
 _LARGEST = 2000  # nodes; starts may lie at about n^2 / 2 moments together
 
 
@@ -79,16 +80,14 @@ class IntervalsSolver(Solver):
         return self._solution(recorder, clock, status=status, bound_of=bound_of)
 
     def _run(self, program: _Program, recorder: Recorder, options: Options) -> Status | None:
-        solver = cp_solver(recorder.clock.left_s, options.workers, options.seed, options.gap)
-        found = solver.solve(program.model, _Offer(program, self._evaluator, recorder))
+        offer, in_turns = _Offer(program, self._evaluator, recorder), self.graph.n <= _IN_TURNS
+        found, bound = run_cp_sat(program.model, offer, recorder.clock, options, gap=options.gap, in_turns=in_turns)
         if found == cp_model.INFEASIBLE:
             return Status.INFEASIBLE if program.exact else None
-        if found not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
-            raise RuntimeError(f"CP-SAT refused the program: {solver.status_name(found)}.")
         if not program.exact:
             recorder.raise_bound(self.graph.total_cost)
             return None
-        recorder.raise_bound(self.graph.total_cost + max(0.0, program.cost_below(solver.best_objective_bound)))
+        recorder.raise_bound(self.graph.total_cost + max(0.0, program.cost_below(bound)))
         return Status.OPTIMAL if recorder.gap() <= 1e-6 else None
 
 

@@ -63,7 +63,7 @@ class LpRoundingSolver(Solver):
         relaxation = Relaxation(model, budget_bytes)
         random = np.random.default_rng(options.seed)
         for eps in _EPS:
-            relaxed = relaxation.solve(budget_bytes * (1 - eps), clock.left_s)
+            relaxed = relaxation.solve(budget_bytes * (1 - eps), clock.left_s, stop=clock.stop)
             clock.phase("relax")
             if relaxed.x is None:
                 break

@@ -33,6 +33,7 @@ import numpy as np
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
+from checkmate_tf.solvers.cp_sat import byte_unit, run_cp_sat
 from checkmate_tf.solvers.engines import cp_model
 from checkmate_tf.solvers.minimum import needed_bytes
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, masks_from_rows, node_blocks, rows_from_masks
@@ -85,31 +86,15 @@ def solve_exactly(evaluator: Evaluator, budget_bytes: int, recorder: Recorder, o
     program = Program(evaluator, budget_bytes)
     if recorder.best is not None:
         program.hint(recorder.best)
-    solver = cp_solver(recorder.clock.left_s, min(options.workers, 8), options.seed, min(options.gap, _PROVEN))
-    found = solver.solve(program.model, _Offer(program, evaluator, recorder))
+    offer, gap = _Offer(program, evaluator, recorder), min(options.gap, _PROVEN)
+    found, bound = run_cp_sat(program.model, offer, recorder.clock, options, gap=gap, in_turns=True)
     if found == cp_model.INFEASIBLE:
         return Status.INFEASIBLE
-    if found not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
-        raise RuntimeError(f"CP-SAT refused the program: {solver.status_name(found)}.")
-    if solver.best_objective_bound > 0:
-        recorder.raise_bound(max(evaluator.graph.total_cost, program.cost_below(solver.best_objective_bound)))
+    if bound > 0:
+        recorder.raise_bound(max(evaluator.graph.total_cost, program.cost_below(bound)))
     if found == cp_model.OPTIMAL and (program.exact or recorder.gap() <= _PROVEN):
         return Status.OPTIMAL
     return Status.FEASIBLE if recorder.best is not None else Status.UNKNOWN
-
-
-def byte_unit(graph: Graph, most_units: int) -> tuple[int, bool]:
-    """Bytes per unit in which all of a graph's sizes together are at most `most_units`.
-
-    Returns:
-        The unit, and whether it divides all sizes. If it does not, sizes and the budget are to be rounded
-        down: what is within the budget stays so, and bounds and proofs of infeasibility hold.
-    """
-    sizes = [*graph.out_bytes.tolist(), *graph.workspace_bytes.tolist()]
-    unit, total = math.gcd(*sizes) or 1, sum(map(abs, sizes))
-    if total // unit <= most_units:
-        return unit, True
-    return -(-total // most_units), False
 
 
 def num_terms(graph: Graph) -> int:
@@ -117,21 +102,6 @@ def num_terms(graph: Graph) -> int:
     released = np.cumsum(np.cumsum([1 + len(deps) for deps in graph.deps]))
     stages = np.arange(graph.n)
     return int(((stages + 1) * (3 * stages + 2) // 2 + released).sum())
-
-
-def cp_solver(time_limit_s: float, workers: int, seed: int, gap: float) -> cp_model.CpSolver:
-    """CP-SAT without the part of its presolve that miscounts.
-
-    Where Boolean terms of a row sum up to more than 2^31, OR-Tools 9.15 may drop the condition under which
-    the row holds, and call what is not optimal OPTIMAL, or INFEASIBLE what is not (its issue 5293).
-    """
-    solver = cp_model.CpSolver()
-    solver.parameters.presolve_inclusion_work_limit = 0
-    solver.parameters.max_time_in_seconds = max(0.01, time_limit_s)
-    solver.parameters.num_workers = max(1, workers)
-    solver.parameters.random_seed = seed
-    solver.parameters.relative_gap_limit = gap
-    return solver
 
 
 class _Offer(cp_model.CpSolverSolutionCallback):

@@ -1,5 +1,6 @@
 """Every strategy, on every small graph, keeps its promises."""
 
+import threading
 import time
 
 import graphs_for_solvers as small
@@ -8,7 +9,7 @@ import pytest
 
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.plan import compile_plan
-from checkmate_tf.core.problem import Options, Problem, Status
+from checkmate_tf.core.problem import Options, Problem, Status, Stop
 from checkmate_tf.core.simulate import simulate
 from checkmate_tf.core.validate import validate
 from checkmate_tf.solvers import create, names, solve
@@ -16,6 +17,7 @@ from checkmate_tf.solvers import create, names, solve
 FRACTIONS = (1.0, 0.8, 0.6)
 LIMIT_S = 4.0
 REORDERING = ("auto", "local_search")
+SEARCHES = ("auto", "stages", "milp", "intervals", "lp_rounding", "lp_rounding_random", "local_search")
 
 
 def budget_of(graph, fraction):
@@ -58,6 +60,7 @@ def test_contract(strategy, name, optimum):
         assert best.status in (Status.OPTIMAL, Status.INFEASIBLE)
         if solution.schedule is None:
             assert solution.status in (Status.UNKNOWN, Status.INFEASIBLE)
+            assert solution.bound_of or solution.status is Status.UNKNOWN
             assert np.isnan(solution.cost)
             continue
         cost, peak = small.run(graph, solution.schedule.sequence())
@@ -114,9 +117,9 @@ def test_time_limit_is_kept(strategy):
     assert time.perf_counter() - began <= 1.2 * limit + 2.0
 
 
-@pytest.mark.parametrize("strategy", ["auto", "stages", "local_search", "lp_rounding_random"])
+@pytest.mark.parametrize("strategy", SEARCHES)
 def test_same_seed_same_schedule(strategy):
-    graph = small.residual(2)
+    graph = small.residual(4)
     budget = budget_of(graph, 0.7)
     found = [create(strategy, graph).solve(budget, Options(seed=3)) for _ in range(2)]
     assert np.array_equal(found[0].schedule.sequence(), found[1].schedule.sequence())
@@ -143,6 +146,14 @@ def test_another_order_can_be_cheaper(strategy, optimum):
     assert reordered.bound_of == "any order"
 
 
+def test_a_proof_ends_the_search_where_there_is_no_other_order():
+    graph = small.chain(12)
+    for fraction in FRACTIONS:
+        solution = create("auto", graph).solve(budget_of(graph, fraction), Options(time_limit_s=LIMIT_S))
+        assert solution.status is Status.OPTIMAL
+        assert "anneal" not in solution.phases_s
+
+
 def test_second_call_starts_from_what_was_seen():
     graph = small.residual(4)
     solver = create("stages", graph)
@@ -161,3 +172,18 @@ def test_progress_and_hint():
     assert solution.cost <= known.cost
     assert told
     assert told[0][1] is not None
+
+
+@pytest.mark.parametrize("strategy", SEARCHES)
+def test_a_search_that_is_asked_to_stop_returns_the_best_so_far(strategy):
+    """Long before its time is up, whatever it runs at the moment."""
+    graph = small.residual(14)
+    budget = budget_of(graph, 0.5)
+    stop = Stop()
+    ask = threading.Timer(1.0, stop.ask)
+    ask.start()
+    began = time.perf_counter()
+    solution = create(strategy, graph).solve(budget, Options(time_limit_s=120.0, gap=0.0, stop=stop))
+    assert time.perf_counter() - began <= 15.0
+    ask.cancel()
+    assert solution.cost == solution.history[-1][1]

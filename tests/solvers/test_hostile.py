@@ -18,8 +18,9 @@ from checkmate_tf.core.problem import Options, Status
 from checkmate_tf.errors import GraphError
 from checkmate_tf.solvers import create, names
 from checkmate_tf.solvers.annealing import Annealing
+from checkmate_tf.solvers.cp_sat import cp_solver
 from checkmate_tf.solvers.engines import cp_model
-from checkmate_tf.solvers.milp import Program, cp_solver
+from checkmate_tf.solvers.milp import Program
 from checkmate_tf.solvers.staged import Evaluator
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))
@@ -217,3 +218,12 @@ def test_bytes_over_the_budget_are_summed_without_wrapping():
 def test_a_program_of_too_many_terms_is_not_begun():
     """Every node reads all before it: building took longer than the time limit."""
     solved("milp", small.dense(40), small.dense(40).store_all_peak_bytes // 2, 0.3)
+
+
+@pytest.mark.parametrize("strategy", names())
+def test_a_graph_without_nodes_has_an_empty_schedule_or_a_reason(strategy):
+    solution = solved(strategy, Graph.build([], [], []), 0, LIMIT_S)
+    if solution.schedule is None:
+        assert "needs forward nodes" in solution.reason
+    else:
+        assert len(solution.schedule.sequence()) == solution.cost == solution.bound == 0
