@@ -107,6 +107,10 @@ def test_a_tight_budget_is_held_and_costs_time(reported, share):
     costs = [cost for _, cost in candidate.history]
     assert costs == sorted(costs, reverse=True), "each plan in the history is cheaper than those before"
     assert candidate.time_s <= costs[-1]
+    seconds, bounds = zip(*candidate.bounds, strict=True)
+    assert list(seconds) == sorted(set(seconds)), "bounds come one after the other"
+    assert list(bounds) == sorted(set(bounds)), "and rise"
+    assert bounds[-1] == candidate.bound
 
 
 def test_a_budget_below_all_schedules_is_refused_with_the_least_that_is_known(reported):
