@@ -31,6 +31,7 @@ _LATER_SHARE, _LAST_GAP = 0.5, 0.003  # of the time left, for each round of adju
 _LEAST_ROUND_S = 0.2
 _PATIENCE = 0.5  # of a search, after which it ends if nothing was found within the budget
 _NEIGHBOURS, MOST_NEIGHBOURS = 0.04, 12  # other schedules that are tried: how far around the inner budget, how many
+_BEYOND = 4  # schedules that are tried above the largest that was found to be within the budget
 _MOST_ROUNDS = 8  # of tightening or loosening the inner budget
 _MOST_EXCESS = 0.04  # that a round answers to: one schedule may be rounded much more than those around it
 _CLOSE = 0.01  # a peak this close below the budget is not worth another round,
@@ -158,6 +159,8 @@ class Search:
             found = pool.map(lambda order: self._solution(order, inner[order], limit_s, _FIRST_GAP, self._seed), inner)
             solutions = dict(zip(inner, found, strict=True))
         first = {order: self._try(order, inner[order], solutions[order]) for order in inner}
+        for order in inner:
+            self._climb(order)
         order = min(first, key=lambda order: np.inf if first[order] is None else first[order].time_s)
         self._adjust(order, inner[order])
         return self.best
@@ -222,6 +225,24 @@ class Search:
                 break
             self._consider(order, point.nodes)
         return found
+
+    def _climb(self, order: Order) -> None:
+        """Looks for the cheapest of all schedules that the solver has seen that the allocator keeps within the budget.
+
+        What it adds to one schedule says little of another, so one with a peak far above the inner budget may be
+        within. The larger a peak the rarer that is: the place where it ends is found by bisection.
+        """
+        points = [point for point in order.solver.front() if point.peak_bytes <= self._budget]
+        fits, too_large = -1, len(points)
+        while too_large - fits > 1 and self._clock.left_s > 0:
+            middle = (fits + too_large) // 2
+            if self._consider(order, points[middle].nodes).peak_bytes <= self._budget:
+                fits = middle
+            else:
+                too_large = middle
+        for point in points[too_large + 1 : too_large + 1 + _BEYOND]:
+            if self._clock.left_s > 0:
+                self._consider(order, point.nodes)
 
     def _close(self, order: Order, inner_bytes: int) -> list[Point]:
         """Schedules that the solver has seen with a peak near its budget, the cheapest first."""
