@@ -429,6 +429,7 @@ class PlannedStep:
             peak_tensors=describe.at_peak(candidate),
             schedule=describe.schedule(candidate),
             search=candidate.history,
+            search_bounds=candidate.bounds,
             notes=(*profiled.notes, *self._notes),
         )
 

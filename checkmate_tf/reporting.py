@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT = "checkmate_tf.report"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 KINDS = ("weights", "activations", "recomputed", "gradients", "workspace")
 """The kinds of memory that reports tell apart, in the order in which plots stack them: weights with optimizer slots
 and the batch; what forward ops make, the first time and again; what the backward pass makes; scratch of the running op.
@@ -125,6 +125,7 @@ class Report:
         peak_tensors: What is in use at the predicted peak beside the weights, the largest first.
         schedule: One row per op, in the order of the plan's first runs.
         search: (seconds, cost in seconds) of each plan that was the cheapest so far.
+        search_bounds: (seconds, lower bound in seconds) of each bound that was higher than those before.
         notes: Sentences that the reader should know, such as why a step runs unplanned.
     """
 
@@ -149,6 +150,7 @@ class Report:
     peak_tensors: tuple[HeldTensor, ...] = ()
     schedule: tuple[ScheduleRow, ...] = ()
     search: tuple[tuple[float, float], ...] = ()
+    search_bounds: tuple[tuple[float, float], ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -163,7 +165,8 @@ class Report:
         for kind, timeline in self.timeline_split_bytes.items():
             if len(timeline) != len(self.timeline_bytes):
                 raise ValueError(f"{kind} must have one entry per step of the plan, {len(self.timeline_bytes)}.")
-        self._convert("search", lambda news: tuple((float(seconds), float(cost)) for seconds, cost in news))
+        for name in ("search", "search_bounds"):
+            self._convert(name, lambda news: tuple((float(seconds), float(value)) for seconds, value in news))
         for name in ("implementations", "choices", "peak_tensors", "schedule", "notes"):
             self._convert(name, tuple)
 
@@ -254,7 +257,7 @@ class Report:
         return schedule.plot(self)
 
     def plot_search(self) -> Figure:
-        """The cost of the cheapest plan so far while it was searched, and the lower bound.
+        """The cost of the cheapest plan so far while it was searched, and the lower bound, over time.
 
         Returns:
             A Matplotlib figure, not shown.
@@ -266,7 +269,7 @@ class Report:
 
         if not self.search:
             raise ValueError("a report needs a search for this plot; here nothing had to be searched.")
-        return search.plot(self.search, [] if self.lower_bound is None else [(0.0, self.lower_bound)])
+        return search.plot(self.search, self.search_bounds)
 
     def save_html(self, path: str | os.PathLike) -> None:
         """Saves the report as one HTML file, its plots within.

@@ -24,7 +24,7 @@ import sys
 import tempfile
 
 from models import CASES
-from recording import KERAS_PACKAGES, RESULTS, read_rows, run_worker, send_rows, write_result
+from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 from within_budget import RESERVED
 
 CASE_NAMES = ("VGG16", "MobileNet", "ResNet50")
@@ -45,11 +45,11 @@ def main() -> int:
     if args.worker:
         send_rows(run_case(args.worker, args.rows, args.time_limit))
         return 0
-    rows = read_rows(args.out)
+    settings = {"overhead": OVERHEAD, "precision": PRECISION}
+    result = ResultFile(args.out, settings, ("case", "alternatives"), KERAS_PACKAGES)
     for case in args.cases:
         command = ["--worker", case, "--rows", str(args.rows), "--time-limit", str(args.time_limit)]
-        rows = [row for row in rows if row["case"] != case] + run_worker(__file__, command)
-        write_result(args.out, rows, {"overhead": OVERHEAD, "precision": PRECISION}, KERAS_PACKAGES)
+        result.add(run_worker(__file__, command))
     return 0
 
 

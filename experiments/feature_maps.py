@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from recording import RESULTS, merged, read_rows, run_worker, send_rows, write_result
+from recording import RESULTS, ResultFile, run_worker, send_rows
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.opgraph import OpGraph
@@ -37,6 +37,7 @@ _IN_PLACE = frozenset({"norm", "activation", "add", "multiply"})
 _SAME_GRADIENT = frozenset({"add", "gate"})  # one gradient, of the output's size, is all that their inputs get
 _TOLERANCE = 0.02
 _CHEN = ("ap_greedy", "linearized_greedy")  # segments that end at articulation points, or anywhere
+BATCH_SIZES = {"ResNet": 32, "LSTM": 64}
 SIZES = {"ResNet": (62, 128, 257, 512, 1001), "LSTM": (8, 16, 32)}
 METHODS = ("no optimization", "in-place", "sharing", "drop bn-relu", "sublinear plan", "ours")
 
@@ -99,7 +100,7 @@ def _may_take(graph: Graph, k: int, i: int) -> bool:
     return bool(graph.is_gradient[k] == graph.is_gradient[i])
 
 
-def resnet(depth: int, batch_size: int = 32) -> Network:
+def resnet(depth: int, batch_size: int = BATCH_SIZES["ResNet"]) -> Network:
     """Bottleneck blocks of three convolutions, each with batch norm and ReLU, in four stages as 3 : 24 : 36 : 3.
 
     Images are 224x224. Convolutions number 3 per block, and one before the first block.
@@ -136,7 +137,7 @@ def _stages(blocks: int) -> list[int]:
     return np.diff(ends, prepend=0).tolist()
 
 
-def lstm(length: int, layers: int = 4, hidden: int = 1024, batch_size: int = 64) -> Network:
+def lstm(length: int, layers: int = 4, hidden: int = 1024, batch_size: int = BATCH_SIZES["LSTM"]) -> Network:
     """An unrolled LSTM, time step by time step, each with a classifier of 5,000 labels."""
     network = Network()
     elements = batch_size * hidden
@@ -168,20 +169,24 @@ def main() -> int:
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--sizes", nargs="+", type=int, help="layers of a ResNet, steps of an LSTM")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--time-limit", type=float, default=280.0, help="seconds per network, size and method")
+    parser.add_argument("--time-limit", type=float, default=120.0, help="seconds per network, size and method")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "feature_maps.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         send_rows(run_network(**json.loads(args.worker)))
         return 0
-    settings = {"max_overhead": "one extra forward pass", "tolerance": _TOLERANCE}
+    settings = {
+        "max_overhead": "one extra forward pass",
+        "tolerance": _TOLERANCE,
+        "batch_size": BATCH_SIZES,
+        "time_limit_s": args.time_limit,
+    }
+    result = ResultFile(args.out, settings, ("network", "size", "method"))
     for network in args.networks:
         for size in args.sizes or SIZES[network]:
             job = {"name": network, "size": size, "methods": args.methods, "time_limit_s": args.time_limit}
-            found = run_worker(__file__, ["--worker", json.dumps(job)])
-            rows = merged(read_rows(args.out), found, lambda row: (row["network"], row["size"], row["method"]))
-            write_result(args.out, rows, settings)
+            result.add(run_worker(__file__, ["--worker", json.dumps(job)]))
     return 0
 
 
@@ -209,7 +214,6 @@ def run_network(name: str, size: int, methods: Sequence[str], time_limit_s: floa
                 "feature_map_bytes": feature_map_bytes,
                 "overhead": overhead,
                 "max_overhead": cap,
-                "time_limit_s": time_limit_s,
                 "seconds": round(time.perf_counter() - began, 2),
             }
         )
@@ -255,18 +259,14 @@ def _dropping(network: Network, graph: Graph) -> list[int]:
 
 
 def _planned(graph: Graph, method: str, time_limit_s: float) -> tuple[int, ...]:
-    """The smallest plan within one extra forward pass: of Chen's segments, or of all."""
+    """The smallest plan within one extra forward pass: of Chen's segments, or that `auto` finds."""
     from smallest_peak import smallest_peak
 
     most_cost = graph.total_cost + float(graph.cost[: graph.num_forward].sum())
     limits = {"time_limit_s": time_limit_s, "budget_time_s": time_limit_s / 4, "tolerance": _TOLERANCE}
-    began = time.perf_counter()
-    segments = [smallest_peak(graph, strategy, most_cost, **limits) for strategy in _CHEN]
-    chen = min((found for found in segments if found.sequence), key=lambda found: found.peak_bytes)
-    if method == "sublinear plan":
-        return chen.sequence
-    limits["time_limit_s"] -= time.perf_counter() - began
-    return smallest_peak(graph, "auto", most_cost, hint=chen.sequence, **limits).sequence
+    strategies = _CHEN if method == "sublinear plan" else ("auto",)
+    found = [smallest_peak(graph, strategy, most_cost, **limits) for strategy in strategies]
+    return min((one for one in found if one.sequence), key=lambda one: one.peak_bytes).sequence
 
 
 if __name__ == "__main__":

@@ -16,13 +16,17 @@ from collections.abc import Callable
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+from readme_table import by_case, part_of_plain
 from recording import RESULTS, read_rows
 
 from checkmate_tf.plots import style
 
 COLOURS = (style.BLUE, style.VERMILION, style.GREEN, style.ORANGE, style.PURPLE, style.SKY_BLUE, style.BLACK)
 MARKERS = "osD^vP*X"
+DASHES = ("-", "--", ":", "-.", (0, (5, 1)))
 _GB = 1e9
+_DEAREST = 1.6  # step time / plain that is shown of `within_budget`: beyond it are the smallest budgets of some models
 
 
 def grid(columns: int, rows: int = 1, *, width: float = 9.5, height: float = 4.2) -> tuple[Figure, np.ndarray]:
@@ -50,23 +54,28 @@ def max_batch(rows: list[dict]) -> Figure:
         "auto": "checkmate_tf",
     }
     models = list(dict.fromkeys(row["model"] for row in rows))
-    batch = {(row["model"], row["strategy"]): row["batch_size"] for row in rows}
+    batch = {(row["model"], row["strategy"]): row["real_batch_size"] for row in rows}
     columns = 3
     figure, axes = grid(columns, -(-len(models) // columns), height=4.8)
     for place, (axis, model) in enumerate(zip(axes.flat, models, strict=False)):
         values = [batch.get((model, strategy)) or 0 for strategy in shown]
         colours = [style.GREY] + [style.SKY_BLUE] * (len(shown) - 2) + [style.BLUE]
-        bars = axis.barh(range(len(shown)), values, color=colours)
-        most = min(row["no_batch_above"] for row in rows if row["model"] == model and not row["bound_of"])
-        labels = [f"{value}{'*' * (value == most)}" if value else "none" for value in values]
-        axis.bar_label(bars, labels, padding=3, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+        axis.barh(range(len(shown)), values, color=colours)
+        most = min(row["no_real_batch_above"] for row in rows if row["model"] == model and not row["bound_of"])
         published = next(row["published"] for row in rows if row["model"] == model)
-        axis.axvline(published, color=style.VERMILION, linestyle="--", linewidth=1.3, zorder=0.5)
+        axis.axvline(published, color=style.VERMILION, linestyle="--", linewidth=1.3)
+        axis.set_xlim(0, 1.1 * max(*values, published))
+        for bar, value in enumerate(values):
+            text = f"{value:.1f}{'*' * (value == most)}" if value else "none"
+            colour = "white" if bar == len(values) - 1 else style.BLACK
+            axis.text(0.02, bar, text, color=colour, va="center", transform=axis.get_yaxis_transform())
         axis.set_title(f"{model} (published: {published})", fontsize="medium")
         axis.set_yticks(range(len(shown)), [] if place % columns else shown.values())
-        axis.set_xlim(0, 1.25 * max(*values, published))
         axis.invert_yaxis()
-    title = "largest batch in 16 GB with at most one extra forward pass (*: no schedule of any kind fits a larger one)"
+    title = (
+        "largest batch [images] in 16 GB with at most one extra forward pass\n"
+        "*: no schedule of any kind goes beyond. Dashed: as published, which is rounded to whole images"
+    )
     figure.supxlabel(title, fontsize="medium")
     return figure
 
@@ -78,7 +87,7 @@ def heuristics(rows: list[dict]) -> Figure:
     means = relative_costs(rows)
     strategies = list(dict.fromkeys(strategy for _, strategy in means))
     models = list(dict.fromkeys(model for model, _ in means))
-    figure = Figure(figsize=(9.5, 4.2), layout="constrained")
+    figure = Figure(figsize=(9.5, 5.6), layout="constrained")
     cost, met = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
     for row, strategy in enumerate(strategies):
         for k, (model, (colour, marker)) in enumerate(zip(models, looks(), strict=False)):
@@ -104,10 +113,10 @@ def heuristics(rows: list[dict]) -> Figure:
 
 
 def feature_maps(rows: list[dict]) -> Figure:
-    """Memory against depth, one line per method."""
+    """Memory against depth, one line per method; ours on top, where it may meet another."""
     units = {"ResNet": "layers", "LSTM": "time steps"}
     networks = list(dict.fromkeys(row["network"] for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in rows))
+    methods = sorted(dict.fromkeys(row["method"] for row in rows), key=lambda method: method != "ours")
     figure, axes = grid(len(networks))
     for axis, network in zip(axes.flat, networks, strict=True):
         for method, (colour, marker) in zip(methods, looks(), strict=False):
@@ -116,15 +125,18 @@ def feature_maps(rows: list[dict]) -> Figure:
                 for row in rows
                 if (row["network"], row["method"]) == (network, method)
             )
+            look = {"color": colour, "marker": marker, "label": "checkmate_tf" if method == "ours" else method}
+            look |= {"markersize": 4, "linewidth": 2.8, "zorder": 3} if method == "ours" else {"markersize": 8}
             if found:
-                look = {"linestyle": "--", "markersize": 4} if method == "ours" else {"markersize": 7}  # they may meet
-                axis.plot(*zip(*found, strict=True), marker=marker, color=colour, label=method, **look)
+                axis.plot(*zip(*found, strict=True), **look)
         sizes = sorted({row["size"] for row in rows if row["network"] == network})
         axis.set(xscale="log", yscale="log", xlabel=units[network], ylabel="feature maps [GB]", title=network)
         axis.set_xticks(sizes, sizes)
+        axis.grid(axis="y", color=style.LIGHT_GREY, linewidth=0.6)
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.minorticks_off()
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.flat[0].axhline(7, color=style.GREY, linestyle=":", label="7 GB (Chen et al., 1,000 layers)")
+    axes.flat[0].axhline(7, color=style.BLACK, linestyle=":", label="7 GB (Chen et al.,\n1,000 layers)")
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
     return figure
 
@@ -136,13 +148,13 @@ def tradeoff(rows: list[dict]) -> Figure:
     strategies = list(dict.fromkeys(row["strategy"] for row in rows if row["strategy"] != "checkpoint_all"))
     figure, axes = grid(len(models), height=4.0)
     for axis, model in zip(axes.flat, models, strict=True):
-        for strategy, (colour, marker) in zip(strategies, looks(), strict=False):
+        for strategy, dashes, (colour, marker) in zip(strategies, itertools.cycle(DASHES), looks(), strict=False):
             found = sorted(
                 (row["fraction"], row["overhead"])
                 for row in rows
                 if (row["model"], row["strategy"]) == (model, strategy) and row["overhead"] is not None
             )
-            look = {"color": colour, "marker": marker, "markersize": 5, "drawstyle": "steps-post"}
+            look = {"color": colour, "marker": marker, "markersize": 6, "drawstyle": "steps-post", "linestyle": dashes}
             if strategy == "auto":
                 look |= {"linewidth": 2.8, "zorder": 3}
             axis.plot(*(zip(*found, strict=True) if found else ([], [])), label=strategy, **look)
@@ -192,11 +204,34 @@ def _areas(axis: Axes, row: dict) -> None:
         axis.fill_between(points, bottom, top, label=kind, **look)
         bottom = top
     predicted = np.array(row["predicted_bytes"]) / _GB
-    axis.plot(points, predicted, color=style.GREEN, linewidth=2.5, alpha=0.8, label="predicted")
+    axis.plot(points, predicted, color=style.BLUE, linewidth=2.2, label="predicted")
 
 
 def _highest(found: dict, model: str) -> int:
     return max(max(row["measured_bytes"]) for (name, _), row in found.items() if name == model)
+
+
+def within_budget(rows: list[dict]) -> Figure:
+    """Step time against peak memory of each model, both as parts of plain Keras's."""
+    figure, axes = style.new_figure(width=8.0, height=3.6)
+    for of_case, (colour, marker) in zip(by_case(rows), looks(), strict=False):
+        points = sorted((part_of_plain(row), row["time_ratio"]) for row in of_case if row["time_ratio"] <= _DEAREST)
+        axes.plot(*zip(*points, strict=True), marker=marker, color=colour, label=of_case[0]["case"])
+    axes.plot([1], [1], "*", color=style.BLACK, markersize=14, clip_on=False, label="plain Keras")
+    axes.axhline(1.0, color=style.GREY, linewidth=0.8)
+    beyond = [row for of_case in by_case(rows) for row in of_case if row["time_ratio"] > _DEAREST]
+    if beyond:
+        text = ", ".join(f"{row['case']} {row['time_ratio']:.1f} at {part_of_plain(row):.2f}" for row in beyond)
+        axes.annotate(f"above the axis: {text}", xy=(0.02, 0.94), xycoords="axes fraction", fontsize="small")
+    axes.set(
+        xlabel="peak memory of a training step / plain Keras",
+        ylabel="step time / plain Keras",
+        xlim=(0.2, 1.0),
+        ylim=(0.8, _DEAREST),
+    )
+    axes.set_title("Less memory, a little more time, the same gradients", loc="left")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False)
+    return figure
 
 
 FIGURES: dict[str, Callable[[list[dict]], Figure]] = {
@@ -205,6 +240,7 @@ FIGURES: dict[str, Callable[[list[dict]], Figure]] = {
     "feature_maps": feature_maps,
     "tradeoff": tradeoff,
     "memory_over_step": memory_over_step,
+    "within_budget": within_budget,
 }
 
 

@@ -20,7 +20,7 @@ import pathlib
 import sys
 
 import numpy as np
-from recording import KERAS_PACKAGES, RESULTS, merged, read_rows, run_worker, send_rows, write_result
+from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 
 MODELS = ("MobileNet", "VGG16", "VGG19", "U-Net", "ResNet50")
 STRATEGIES = (
@@ -54,12 +54,11 @@ def main() -> int:
     if args.worker:
         send_rows(run_model(**json.loads(args.worker)))
         return 0
-    settings = {"costs": "flops", "fractions": FRACTIONS}
+    settings = {"costs": "flops", "fractions": FRACTIONS, "time_limit_s": args.time_limit}
+    result = ResultFile(args.out, settings, ("model", "strategy", "fraction"), KERAS_PACKAGES)
     for model in args.models:
         job = {"name": model, "strategies": args.strategies, "time_limit_s": args.time_limit}
-        found = run_worker(__file__, ["--worker", json.dumps(job)])
-        rows = merged(read_rows(args.out), found, lambda row: (row["model"], row["strategy"], row["fraction"]))
-        write_result(args.out, rows, settings, KERAS_PACKAGES)
+        result.add(run_worker(__file__, ["--worker", json.dumps(job)]))
     return 0
 
 
@@ -92,7 +91,6 @@ def run_model(name: str, strategies: list[str], time_limit_s: float) -> list[dic
                     "lower_bound": solution.bound / graph.total_cost if solution.bound else None,
                     "bound_of": solution.bound_of,
                     "status": solution.status.value,
-                    "time_limit_s": time_limit_s,
                 }
             )
             print(json.dumps(rows[-1]), flush=True)

@@ -5,11 +5,18 @@
 
 Layer graphs with costs in FLOPs, as in the paper: `layer_graphs`. Memory is proportional to the batch but for
 the parameters and their gradients, so the smallest peak of one row within the limit of the cost says what
-batch fits (equations 8 and 10). The published batches are real numbers, rounded. The figure:
-`python experiments/figures.py max_batch`.
+batch fits (equations 8 and 10).
+
+The published batches are optima of a program whose batch is a real number, rounded to the nearest: so are those
+of `real_batch_size`, which are to be compared. Rounded, U-Net's 61.40, FCN8's 59.62, SegNet's 61.66 and VGG19's 289.03
+are the published ones, and no schedule of any kind goes beyond: a single gradient, with what it reads, takes all the
+memory there (`bottleneck`). Of whole images, that is 59 for FCN8 and 61 for SegNet.
+
+The figure: `python experiments/figures.py max_batch`.
 
 References:
     Jain et al., Checkmate, MLSys 2020, section 6.4.
+    github.com/parasj/checkmate, experiments/solver_ilp_max_batchsize.py: "batch_size", a continuous variable.
 """
 
 from __future__ import annotations
@@ -19,7 +26,7 @@ import json
 import pathlib
 import sys
 
-from recording import KERAS_PACKAGES, RESULTS, merged, read_rows, run_worker, send_rows, write_result
+from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 
 MEMORY_BYTES = 16 * 10**9
 PUBLISHED = {"U-Net": 61, "FCN8": 60, "SegNet": 62, "VGG19": 289, "ResNet50": 193, "MobileNet": 1105}
@@ -48,12 +55,11 @@ def main() -> int:
         "time_limit_s": args.time_limit,
         "budget_time_s": args.budget_time,
     }
+    result = ResultFile(args.out, settings, ("model", "strategy"), KERAS_PACKAGES)
     for model in args.models:
         job = {"name": model, "strategies": args.strategies}
         job |= {key: settings[key] for key in ("time_limit_s", "budget_time_s")}
-        found = run_worker(__file__, ["--worker", json.dumps(job)])
-        rows = merged(read_rows(args.out), found, lambda row: (row["model"], row["strategy"]))
-        write_result(args.out, rows, settings, KERAS_PACKAGES)
+        result.add(run_worker(__file__, ["--worker", json.dumps(job)]))
     return 0
 
 
@@ -64,9 +70,11 @@ def run_model(name: str, strategies: list[str] | None, time_limit_s: float, budg
     from smallest_peak import smallest_peak
 
     from checkmate_tf.solvers import names
+    from checkmate_tf.solvers.minimum import needed_bytes
 
     layered = layer_graph(build(name))
     graph = layered.graph
+    bottleneck = graph.names[int(needed_bytes(graph, gradients_once=False).argmax())]
     rows = []
     for strategy in strategies or [s for s in names() if s not in _LEFT_OUT]:
         found = smallest_peak(
@@ -79,6 +87,7 @@ def run_model(name: str, strategies: list[str] | None, time_limit_s: float, budg
         )
         reached = found.peak_bytes is not None
         batch = layered.largest_batch(found.peak_bytes, MEMORY_BYTES) if reached else 0.0
+        most = layered.largest_batch(found.proven_bytes, MEMORY_BYTES)
         rows.append(
             {
                 "model": name,
@@ -86,8 +95,10 @@ def run_model(name: str, strategies: list[str] | None, time_limit_s: float, budg
                 "strategy": strategy,
                 "batch_size": int(batch) if reached else None,
                 "real_batch_size": round(batch, 2) if reached else None,
-                "no_batch_above": int(layered.largest_batch(found.proven_bytes, MEMORY_BYTES)),
+                "no_batch_above": int(most),
+                "no_real_batch_above": round(most, 2),
                 "bound_of": found.bound_of,
+                "bottleneck": bottleneck,
                 "published": PUBLISHED[name],
                 "peak_bytes_per_row": found.peak_bytes,
                 "parameter_bytes": layered.parameter_bytes,

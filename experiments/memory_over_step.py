@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Callable
 
 import numpy as np
-from recording import KERAS_PACKAGES, RESULTS, merged, read_rows, run_worker, send_rows, write_result
+from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 
 MODELS = ("WideResNet-50-2", "Transformer")
 PLAIN = "plain"
@@ -46,11 +46,10 @@ def main() -> int:
         send_rows(run_model(**json.loads(args.worker)))
         return 0
     settings = {"implementations": "exact", "budgets": BUDGETS, "time_limit_s": args.time_limit, "points": _POINTS}
+    result = ResultFile(args.out, settings, ("model", "method"), KERAS_PACKAGES)
     for model in args.models:
         job = {"name": model, "time_limit_s": args.time_limit}
-        found = run_worker(__file__, ["--worker", json.dumps(job)])
-        rows = merged(read_rows(args.out), found, lambda row: (row["model"], row["method"]))
-        write_result(args.out, rows, settings, KERAS_PACKAGES)
+        result.add(run_worker(__file__, ["--worker", json.dumps(job)]))
     return 0
 
 

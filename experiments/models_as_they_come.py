@@ -25,14 +25,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
+from recording import KERAS_PACKAGES, RESULTS, ResultFile
 
 import checkmate_tf
 
 HERE = pathlib.Path(__file__).parent
-RESULTS = HERE / "results" / "models_as_they_come.json"
+RESULT = RESULTS / "models_as_they_come.json"
 PAGE = HERE.parent / "docs" / "models.md"
 FRACTION = 0.6
 STEPS, CLASSES, SIZE = 3, 10, 96
+TIME_LIMIT_S = 20.0
 TOLERANCE = {"float64": 1e-9, "mixed_float16": 1e-2}
 _MIB = 1 << 20
 
@@ -360,7 +362,7 @@ def run(name: str, cache_dir: str) -> dict:
     keras.config.set_dtype_policy(case.policy)
     tf.config.experimental.enable_op_determinism()
     plain = case.train(None)
-    options = {"cache_dir": cache_dir, "verbose": False, "time_limit_s": 20.0}
+    options = {"cache_dir": cache_dir, "verbose": False, "time_limit_s": TIME_LIMIT_S}
     row = {"case": name, "what": case.what, "budget": str(FRACTION)}
     planned, least = attempt(case, FRACTION, row, options)
     if planned is None:
@@ -436,22 +438,22 @@ def main() -> int:
     """Runs each case in a process and collects the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+    parser.add_argument("--out", type=pathlib.Path, default=RESULT)
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         print("RESULT " + json.dumps(run(*args.worker)))
         return 0
-    rows = {row["case"]: row for row in json.loads(args.out.read_text())["rows"]} if args.out.exists() else {}
+    settings = {"fraction": FRACTION, "steps": STEPS, "image": SIZE, "time_limit_s": TIME_LIMIT_S}
+    result = ResultFile(args.out, settings, ("case",), KERAS_PACKAGES)
     with tempfile.TemporaryDirectory() as cache_dir:
         for name in args.cases:
-            rows[name] = worker(name, cache_dir)
-            print(json.dumps(rows[name]), flush=True)
-            content = {"version": 1, "rows": [rows[known] for known in CASES if known in rows]}
-            args.out.write_text(json.dumps(content, indent=1) + "\n")
-    if args.out == RESULTS:
-        PAGE.write_text(page(content["rows"]))
-    return int(any("error" in row or row.get("within_budget") is False for row in rows.values()))
+            row = worker(name, cache_dir)
+            print(json.dumps(row), flush=True)
+            result.add([row])
+    if args.out == RESULT:
+        PAGE.write_text(page(sorted(result.rows, key=lambda row: list(CASES).index(row["case"]))))
+    return int(any("error" in row or row.get("within_budget") is False for row in result.rows))
 
 
 def worker(name: str, cache_dir: str) -> dict:

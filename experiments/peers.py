@@ -1,7 +1,7 @@
 """Peak memory, step time and correctness of what Keras users have today, and of planned steps in the same memory.
 
     python experiments/peers.py                                   # every case and peer, results/peers.json
-    python experiments/peers.py --cases Transformer --peers recompute_grad --out /tmp/peers.json
+    python experiments/peers.py --cases Transformer --peers "recompute_grad block" --out /tmp/peers.json
 
 Peers are `tf.recompute_grad`, placed by hand around each block or each stage of a model, and `keras.RematScope` in
 its modes that need no names of layers. Each case and peer runs in a process of its own: blocks of plain, of the
@@ -29,7 +29,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from models import CASES, Case
-from recording import KERAS_PACKAGES, RESULTS, merged, read_rows, run_worker, send_rows, write_result
+from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 from within_budget import RESERVED, Stepper
 
 import checkmate_tf
@@ -85,16 +85,15 @@ def main() -> int:
         row = compare(CASES[case], peer_of(case, peer), steps=args.steps, time_limit_s=args.time_limit)
         send_rows([{"case": case, "peer": peer, **row}])
         return 0
-    rows = read_rows(args.out)
+    settings = {"steps_in_a_block": args.steps, "time_limit_s": args.time_limit, "jit_compile": False}
+    result = ResultFile(args.out, settings, ("case", "peer"), KERAS_PACKAGES)
     for case in args.cases:
         for peer in args.peers:
             command = ["--worker", "--cases", case, "--peers", peer]
             command += ["--steps", str(args.steps), "--time-limit", str(args.time_limit)]
             found = run_worker(__file__, command)
             print(json.dumps(found[0]), flush=True)
-            rows = merged(rows, found, lambda row: (row["case"], row["peer"]))
-            settings = {"steps_in_a_block": args.steps, "time_limit_s": args.time_limit, "jit_compile": False}
-            write_result(args.out, rows, settings, KERAS_PACKAGES)
+            result.add(found)
     return 0
 
 

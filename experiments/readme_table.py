@@ -1,8 +1,9 @@
-"""Writes what README.md quotes of `results/*.json` between its markers, and draws its picture.
+"""Writes what README.md quotes of `results/*.json` between its markers.
 
     python experiments/readme_table.py
 
-A result that has not been measured yet leaves a line that says with which command it is.
+A result that has not been measured yet leaves a line that says with which command it is. The README's picture is
+drawn by `python experiments/figures.py within_budget`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,10 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
-from matplotlib.figure import Figure
-
-from checkmate_tf.plots import style
-
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
-PICTURE = RESULTS / "within_budget.png"
 _MIB = 1 << 20
 _HALF = "0.5"
-_DEAREST = 1.6  # that the picture shows: beyond it are the smallest budgets of some models
 
 
 def measured_table(result: dict) -> str:
@@ -39,9 +34,10 @@ def _measured_line(row: dict) -> str:
         return f"| {row['case']} | | {row['budget']} | {row['error']} | | | | |"
     error = row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1
     gap = "" if row["gap"] is None else f"{100 * row['gap']:.2f} %"
+    measured = f"{row['measured_peak_bytes'] / _MIB:.0f} MiB ({part_of_plain(row):.2f})"
     return (
         f"| {row['case']} | {row['plain_peak_bytes'] / _MIB:.0f} MiB | {row['budget']} "
-        f"({row['budget_bytes'] / _MIB:.0f} MiB) | {row['measured_peak_bytes'] / _MIB:.0f} MiB ({_part(row):.2f}) "
+        f"({row['budget_bytes'] / _MIB:.0f} MiB) | {measured} "
         f"| {100 * error:+.1f} % | {row['time_ratio']:.2f} | {row['predicted_overhead']:.3f} | {gap} |"
     )
 
@@ -49,12 +45,12 @@ def _measured_line(row: dict) -> str:
 def glance_table(result: dict) -> str:
     """One row per model: half of the memory, or the smallest part of it that was asked for and planned."""
     lines = ["| model | memory of plain Keras | planned | its step takes |", "|---|---|---|---|"]
-    for rows in _by_case(result):
+    for rows in by_case(result["rows"]):
         parts = [row for row in rows if row["budget"] != "min"]
-        row = next((row for row in parts if row["budget"] == _HALF), min(parts, key=_part))
+        row = next((row for row in parts if row["budget"] == _HALF), min(parts, key=part_of_plain))
         plain, planned = (f"{row[f'{whose}_peak_bytes'] / _MIB:.0f} MiB" for whose in ("plain", "measured"))
         time = f"{row['time_ratio']:.2f} times as long"
-        lines.append(f"| {row['case']} | {plain} | {planned} ({_part(row):.2f}) | {time} |")
+        lines.append(f"| {row['case']} | {plain} | {planned} ({part_of_plain(row):.2f}) | {time} |")
     return "\n".join(lines)
 
 
@@ -90,13 +86,14 @@ def _error(distance: float | None) -> str:
     return "-" if distance is None else f"{distance:.1g}"
 
 
-def _part(row: dict) -> float:
+def part_of_plain(row: dict) -> float:
+    """Measured peak / plain Keras's."""
     return row["measured_peak_bytes"] / row["plain_peak_bytes"]
 
 
-def _by_case(result: dict) -> Iterator[list[dict]]:
+def by_case(rows: list[dict]) -> Iterator[list[dict]]:
     """The rows with a plan of each model."""
-    planned = [row for row in result["rows"] if "error" not in row]
+    planned = [row for row in rows if "error" not in row]
     for case in dict.fromkeys(row["case"] for row in planned):
         yield [row for row in planned if row["case"] == case]
 
@@ -123,35 +120,10 @@ def _not_measured(path: pathlib.Path) -> str:
     return f"Not measured yet: `python experiments/{path.stem}.py` does it."
 
 
-def picture(result: dict) -> Figure:
-    """Step time against peak memory of each model, both as parts of plain Keras's."""
-    figure, axes = style.new_figure(width=8.0, height=3.6)
-    looks = zip((style.BLUE, style.VERMILION, style.GREEN, style.ORANGE, style.PURPLE), "osD^v", strict=True)
-    for rows, (colour, marker) in zip(_by_case(result), looks, strict=False):
-        points = sorted((_part(row), row["time_ratio"]) for row in rows if row["time_ratio"] <= _DEAREST)
-        axes.plot(*zip(*points, strict=True), marker=marker, color=colour, label=rows[0]["case"])
-    axes.plot([1], [1], "*", color=style.BLACK, markersize=14, clip_on=False, label="plain Keras")
-    axes.axhline(1.0, color=style.GREY, linewidth=0.8)
-    beyond = [row for rows in _by_case(result) for row in rows if row["time_ratio"] > _DEAREST]
-    if beyond:
-        text = "; ".join(f"{row['case']} at {_part(row):.2f}: {row['time_ratio']:.1f}" for row in beyond)
-        axes.annotate(f"dearer: {text}", xy=(0.02, 0.04), xycoords="axes fraction", fontsize="small")
-    axes.set(
-        xlabel="peak memory of a training step / plain Keras",
-        ylabel="step time / plain Keras",
-        xlim=(0.2, 1.0),
-        ylim=(0.8, _DEAREST),
-    )
-    axes.set_title("Less memory, a little more time, the same gradients", loc="left")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False)
-    return figure
-
-
 def main() -> int:
-    """Rewrites README.md and its picture."""
+    """Rewrites README.md."""
     readme = ROOT / "README.md"
     readme.write_text(with_tables(readme.read_text()))
-    PICTURE.write_bytes(style.to_png(picture(json.loads((RESULTS / "within_budget.json").read_text()))))
     return 0
 
 

@@ -9,7 +9,7 @@ import pathlib
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 VERSION = 1
@@ -37,17 +37,50 @@ def read_rows(path: pathlib.Path) -> list[dict]:
     return json.loads(path.read_text())["rows"] if path.exists() else []
 
 
+class ResultFile:
+    """The rows of one experiment in a file that names the machine, the versions and the settings of all of them.
+
+    What is in the file already stays where settings and versions are the same, so that an experiment goes on after
+    an interruption; other rows are left out, as one file must not mix them.
+
+    Args:
+        path: The file.
+        settings: What all rows have in common, as JSON takes it.
+        key: Names of the columns that say what a row is the result of; of rows with equal ones the last counts.
+        packages: Whose versions matter.
+
+    Attributes:
+        rows: Those so far.
+    """
+
+    def __init__(self, path: pathlib.Path, settings: dict, key: Sequence[str], packages: Sequence[str] = PACKAGES):
+        self._path, self._settings, self._key, self._packages = path, settings, tuple(key), packages
+        self.rows = read_rows(path)
+        if self.rows and not self._goes_on(json.loads(path.read_text())):
+            print(f"{path}: its rows are of other settings or versions and are left out", file=sys.stderr)
+            self.rows = []
+
+    def add(self, found: list[dict]) -> None:
+        """Adds rows and writes the file."""
+        keys = {self._key_of(row) for row in found}
+        self.rows = [row for row in self.rows if self._key_of(row) not in keys] + found
+        write_result(self._path, self.rows, self._settings, self._packages)
+
+    def _key_of(self, row: dict) -> tuple:
+        return tuple(row[name] for name in self._key)
+
+    def _goes_on(self, content: dict) -> bool:
+        here, there = environment(self._packages), content.get("environment", {})
+        same = ("cpu", "cores", "python", *self._packages)
+        settings = json.loads(json.dumps(self._settings))
+        return content.get("settings") == settings and all(there.get(name) == here[name] for name in same)
+
+
 def write_result(path: pathlib.Path, rows: list[dict], settings: dict, packages: Sequence[str] = PACKAGES) -> None:
     """Writes a result with the machine, the versions and the settings that it came from."""
     content = {"version": VERSION, "environment": environment(packages), "settings": settings, "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def merged(rows: list[dict], found: list[dict], key: Callable[[dict], tuple]) -> list[dict]:
-    """The rows with those that were found, which replace rows of the same key."""
-    done = {key(row) for row in found}
-    return [row for row in rows if key(row) not in done] + found
 
 
 def run_worker(script: str, arguments: Sequence[str]) -> list[dict]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status, Stop
-from checkmate_tf.core.schedule import SequenceSchedule
 from checkmate_tf.solvers import create
 from checkmate_tf.solvers.minimum import needed_bytes
 
@@ -47,9 +45,10 @@ def smallest_peak(
     time_limit_s: float,
     budget_time_s: float,
     tolerance: float,
-    hint: Sequence[int] = (),
 ) -> SmallestPeak:
     """Strides to smaller budgets until one has no schedule within the limit, then halves the interval.
+
+    A budget may fail for want of time, so after that it strides again, as long as that finds something.
 
     Args:
         graph: To plan.
@@ -58,7 +57,6 @@ def smallest_peak(
         time_limit_s: Seconds for all budgets.
         budget_time_s: Seconds for each.
         tolerance: Relative width of the last interval.
-        hint: Node indices of a schedule to start from, in order of execution.
     """
     began = time.perf_counter()
     solver = create(strategy, graph)
@@ -66,11 +64,10 @@ def smallest_peak(
     low = proven - 1  # the largest budget known to be too small
     bound_of, best = "", None
     failed = False
-    high = tried = graph.store_all_peak_bytes
-    start = SequenceSchedule(np.array(hint)) if len(hint) else None
+    high = tried = smallest_before = graph.store_all_peak_bytes
     while time.perf_counter() - began < time_limit_s:
         left_s = time_limit_s - (time.perf_counter() - began)
-        solution = _solve(solver, tried, most_cost, min(budget_time_s, left_s), start)
+        solution = _solve(solver, tried, most_cost, min(budget_time_s, left_s))
         best = _smaller(best, solver, solution, most_cost)
         if solution.status is Status.INFEASIBLE or (solution.bound or 0.0) > most_cost * _ALMOST:
             proven, bound_of = max(proven, tried), solution.bound_of
@@ -79,7 +76,9 @@ def smallest_peak(
         else:
             low, failed = tried, True
         if high - low <= max(1, tolerance * low):
-            break
+            if proven >= low or high >= smallest_before:
+                break
+            low, failed, smallest_before = proven - 1, False, high
         tried = (low + high) // 2 if failed else max(low + 1, int(_STRIDE * high))
     seconds = time.perf_counter() - began
     if best is None:
@@ -87,7 +86,7 @@ def smallest_peak(
     return SmallestPeak(best[0], best[1], proven, bound_of, seconds, tuple(int(node) for node in best[2]))
 
 
-def _solve(solver, budget_bytes: int, most_cost: float, time_limit_s: float, hint) -> Solution:
+def _solve(solver, budget_bytes: int, most_cost: float, time_limit_s: float) -> Solution:
     """Searches until a schedule is within the limit of the cost, or none can be."""
     stop = Stop()
 
@@ -95,7 +94,7 @@ def _solve(solver, budget_bytes: int, most_cost: float, time_limit_s: float, hin
         if (cost is not None and cost <= most_cost) or (bound is not None and bound > most_cost * _ALMOST):
             stop.ask()
 
-    return solver.solve(budget_bytes, Options(time_limit_s=time_limit_s, hint=hint, on_progress=settle, stop=stop))
+    return solver.solve(budget_bytes, Options(time_limit_s=time_limit_s, on_progress=settle, stop=stop))
 
 
 def _smaller(best, solver, solution: Solution, most_cost: float):

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 
-from recording import RESULTS, merged, read_rows, run_worker, send_rows, write_result
+from recording import RESULTS, ResultFile, read_rows, run_worker, send_rows
 
 BASELINES = "baselines"  # in a case: every strategy that is not named in SEARCHES
 SEARCHES = ("auto", "stages", "milp", "intervals", "lp_rounding", "local_search")
@@ -51,6 +51,7 @@ TABLE = (
     Case(("chain32",), tuple(range(7, 35)), ("auto", "griewank"), 20.0),
     Case(("chain1000", "lstm_4x64", "resnet1000", "transformer48", "transformer256"), (0.3,), ("auto",), 120.0),
 )
+KEY = ("graph", "budget", "strategy", "time_limit_s")
 
 
 def main() -> int:
@@ -67,12 +68,12 @@ def main() -> int:
     if args.worker:
         send_rows(run_case(**json.loads(args.worker)))
         return 0
-    rows = read_rows(args.out)
     if args.ratios:
-        print_ratios(rows)
+        print_ratios(read_rows(args.out))
         return 0
     if args.folder is None:
         parser.error("a folder of graph files is needed, or --ratios")
+    result = ResultFile(args.out, {"seed": args.seed}, KEY)
     with tempfile.TemporaryDirectory() as scratch:
         for case, name, strategy in jobs(args.graphs, args.strategies):
             path = graph_path(args.folder, pathlib.Path(scratch), name)
@@ -87,15 +88,8 @@ def main() -> int:
                 "time_limit_s": case.time_limit_s,
                 "seed": args.seed,
             }
-            found = run_worker(__file__, [str(args.folder), "--worker", json.dumps(job)])
-            rows = merged(rows, found, key)
-            write_result(args.out, rows, {"seed": args.seed})
-    return 0 if all(row["judged"] is not False for row in rows) else 1
-
-
-def key(row: dict) -> tuple:
-    """What a row is the result of."""
-    return row["graph"], row["budget"], row["strategy"], row["time_limit_s"]
+            result.add(run_worker(__file__, [str(args.folder), "--worker", json.dumps(job)]))
+    return 0 if all(row["judged"] is not False for row in result.rows) else 1
 
 
 def jobs(graphs: list[str] | None, strategies: list[str] | None):

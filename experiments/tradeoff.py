@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 
-from recording import KERAS_PACKAGES, RESULTS, merged, read_rows, run_worker, send_rows, write_result
+from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 
 MODELS = ("VGG16", "MobileNet", "U-Net")
 STRATEGIES = (
@@ -59,14 +59,14 @@ def main() -> int:
     default = MEASURED if args.measure else {"strategies": STRATEGIES, "fractions": FRACTIONS}
     strategies, fractions = args.strategies or default["strategies"], args.fractions or default["fractions"]
     out = args.out or RESULTS / f"tradeoff{'_measured' * args.measure}.json"
-    settings = {"implementations": "exact"}
+    settings = {"implementations": "exact", "time_limit_s": args.time_limit}
+    settings |= {"steps_in_a_block": _STEPS} if args.measure else {}
+    result = ResultFile(out, settings, ("model", "strategy", "fraction"), KERAS_PACKAGES)
     for model in args.models:
         job = {"name": model, "strategies": strategies, "fractions": fractions, "time_limit_s": args.time_limit}
         if not args.measure:
             job["kept"] = str(out.with_name(f"{out.stem}_{model}.partial.json"))
-        found = run_worker(__file__, ["--measure"] * args.measure + ["--worker", json.dumps(job)])
-        rows = merged(read_rows(out), found, lambda row: (row["model"], row["strategy"], row["fraction"]))
-        write_result(out, rows, settings, KERAS_PACKAGES)
+        result.add(run_worker(__file__, ["--measure"] * args.measure + ["--worker", json.dumps(job)]))
         if not args.measure:
             pathlib.Path(job["kept"]).unlink()
     return 0
@@ -94,7 +94,7 @@ def simulate(name: str, strategies: list[str], fractions: list[float], time_limi
     for point in curve.rows():
         fraction = min(fractions, key=lambda f: abs(f * curve.plain_peak_bytes - point["budget_bytes"]))
         plain = {"plain_peak_bytes": curve.plain_peak_bytes, "plain_step_s": curve.plain_step_s}
-        rows.append({"model": name, "fraction": fraction, **plain, **point, "time_limit_s": time_limit_s})
+        rows.append({"model": name, "fraction": fraction, **plain, **point})
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -113,7 +113,6 @@ def measure(name: str, strategies: list[str], fractions: list[float], time_limit
         options = {"input_spec": spec, "cache_dir": cache_dir, "time_limit_s": time_limit_s, "verbose": False}
         for strategy, fraction in itertools.product(strategies, fractions):
             row = {"model": name, "strategy": strategy, "fraction": fraction, "plain_peak_bytes": plain_peak}
-            row |= {"time_limit_s": time_limit_s, "steps_in_a_block": _STEPS}
             try:
                 checkmate_tf.compile(model, int(fraction * plain_peak), strategy=strategy, **options)
             except checkmate_tf.CheckmateError as error:

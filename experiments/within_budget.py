@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 
-from recording import KERAS_PACKAGES, RESULTS, merged, read_rows, run_worker, send_rows, write_result
+from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 
 RESERVED = "9GiB"  # of address space, for plain and planned steps alike
 BUDGETS = {
@@ -51,14 +51,13 @@ def main() -> int:
         return 0
     suffix = "" if args.implementations == "exact" else f"_{args.implementations}"
     args.out = args.out or RESULTS / f"within_budget{suffix}.json"
-    rows = read_rows(args.out)
+    settings = {"implementations": args.implementations, "jit_compile": False}
+    result = ResultFile(args.out, settings, ("case", "budget"), KERAS_PACKAGES)
     for case in args.cases:
         budgets = args.budgets or [*BUDGETS[case], *(["all"] if args.implementations == "fused" else [])]
         command = ["--worker", case, "--steps", str(args.steps), "--time-limit", str(args.time_limit)]
         command += ["--implementations", args.implementations, "--budgets", *budgets]
-        rows = merged(rows, run_worker(__file__, command), lambda row: (row["case"], row["budget"]))
-        settings = {"implementations": args.implementations, "jit_compile": False}
-        write_result(args.out, rows, settings, KERAS_PACKAGES)
+        result.add(run_worker(__file__, command))
     return 0
 
 

@@ -58,7 +58,7 @@ def stub(monkeypatch):
 def test_training_ends_with_a_table_of_both(stub, capsys, tmp_path):
     calls = stub()
     out, report = tmp_path / "out.json", tmp_path / "report.json"
-    options = f"--strategy chen_sqrt --time-limit 7 --json {out} --report {report}"
+    options = f"--strategy chen_sqrt --implementations fused --time-limit 7 --json {out} --report {report}"
     assert train(f"--budget 0.5 --optimizer adam {options}") == 0
     text = capsys.readouterr().out
     assert re.search(r"plain Keras +planned +ratio\n", text)
@@ -67,14 +67,15 @@ def test_training_ends_with_a_table_of_both(stub, capsys, tmp_path):
     assert re.search(r"its peak is within the budget +yes\n", text)
 
     ((budget, options),) = calls
-    assert budget == json.loads(out.read_text())["plain"]["peak_bytes"] // 2  # of the peak that was measured
+    written = json.loads(out.read_text())
+    assert budget == written["plain"]["peak_bytes"] // 2  # of the peak that was measured
     assert options["strategy"] == "chen_sqrt"
+    assert options["implementations"] == written["settings"]["implementations"] == "fused"
     assert options["time_limit_s"] == 7.0
     images, labels = options["input_spec"]
     assert images.shape.as_list() == [2, 32, 32, 3]
     assert labels.shape.as_list() == [2]
 
-    written = json.loads(out.read_text())
     assert written["version"] == 1
     assert written["settings"]["optimizer"] == "adam"
     assert written["environment"]["tensorflow"]
@@ -243,7 +244,7 @@ def test_a_process_at_a_real_wall_runs_out_of_memory():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["--budget 0.7", "--budget 0.6 --wall"])
+@pytest.mark.parametrize("options", ["--budget 0.7", "--budget 0.6 --wall", "--budget 0.5 --implementations fused"])
 def test_the_real_thing(options, tmp_path):
     out = tmp_path / "out.json"
     command = [

@@ -145,13 +145,25 @@ def test_thinned_curves_keep_their_peak():
     assert memory_over_step.thinned(values[:5]) == [0, 1, 2, 3, 4]
 
 
-def test_a_result_keeps_the_rows_of_other_runs(tmp_path):
+def test_a_result_goes_on_where_a_run_with_the_same_settings_ended(tmp_path):
     path = tmp_path / "results" / "r.json"
-    assert recording.read_rows(path) == []
-    recording.write_result(path, [{"k": 1, "v": 1}, {"k": 2, "v": 1}], {"s": 0})
-    rows = recording.merged(recording.read_rows(path), [{"k": 2, "v": 2}], lambda row: (row["k"],))
-    recording.write_result(path, rows, {"s": 1})
+    recording.ResultFile(path, {"s": (1,)}, ("k",)).add([{"k": 1, "v": 1}, {"k": 2, "v": 1}])
+    recording.ResultFile(path, {"s": (1,)}, ("k",)).add([{"k": 2, "v": 2}])
     content = json.loads(path.read_text())
     assert content["rows"] == [{"k": 1, "v": 1}, {"k": 2, "v": 2}]
-    assert content["settings"] == {"s": 1}
+    assert content["settings"] == {"s": [1]}
     assert {"cpu", "cores", "python", "ortools", "numpy"} <= content["environment"].keys()
+
+
+@pytest.mark.parametrize("part", ["settings", "environment"])
+def test_a_result_does_not_mix_settings_or_versions(tmp_path, part, capsys):
+    path = tmp_path / "r.json"
+    recording.ResultFile(path, {"numpy": "1"}, ("k",)).add([{"k": 1}])
+    content = json.loads(path.read_text())
+    content[part]["numpy"] = "other"
+    path.write_text(json.dumps(content))
+    result = recording.ResultFile(path, {"numpy": "1"}, ("k",))
+    assert result.rows == []
+    assert "other settings or versions" in capsys.readouterr().err
+    result.add([{"k": 2}])
+    assert [row["k"] for row in recording.read_rows(path)] == [2]

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.core.simulate import working_set_bytes
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
+from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.planner import Planner
 from checkmate_tf.planning.replay import replay
+from checkmate_tf.planning.search import Search
+from checkmate_tf.solvers.remote import Point
 
 MIB = 1 << 20
 BASE = 3 * MIB
@@ -107,6 +111,10 @@ def test_a_tight_budget_is_held_and_costs_time(reported, share):
     costs = [cost for _, cost in candidate.history]
     assert costs == sorted(costs, reverse=True), "each plan in the history is cheaper than those before"
     assert candidate.time_s <= costs[-1]
+    seconds, bounds = zip(*candidate.bounds, strict=True)
+    assert list(seconds) == sorted(set(seconds)), "bounds come one after the other"
+    assert list(bounds) == sorted(set(bounds)), "and rise"
+    assert bounds[-1] == candidate.bound
 
 
 def test_a_budget_below_all_schedules_is_refused_with_the_least_that_is_known(reported):
@@ -302,3 +310,20 @@ def test_a_kept_plan_that_no_longer_keeps_the_budget_is_not_answered_by_a_much_d
     later = planner(lambda nbytes: nbytes + more, archive_dir=tmp_path)
     assert later.known(budget).time_s == smallest.time_s
     assert later.plan(budget, time_limit_s=2).time_s < smallest.time_s
+
+
+def test_a_schedule_that_the_allocator_rounds_less_than_others_is_found():
+    """Peaks of 1 to 12 and one of 14 are kept by the allocator as they are; others of more than 12 double."""
+    points = [Point(peak, cost=100.0 - peak, nodes=(peak,)) for peak in range(1, 21)]
+    asked = []
+
+    def evaluate(_order, nodes):
+        asked.append(peak := nodes[0])
+        allocated = peak if peak <= 12 or peak == 14 else 2 * peak
+        return Candidate(None, None, None, None, peak_bytes=allocated, time_s=100.0 - peak)
+
+    search = Search(SimpleNamespace(evaluate=evaluate, worst_peak=lambda c: c.peak_bytes), 18, 60.0, 0, None)
+    search._climb(SimpleNamespace(solver=SimpleNamespace(front=lambda: points)))
+    assert search.best.peak_bytes == 14
+    assert len(asked) <= 9
+    assert max(asked) <= 18

@@ -93,21 +93,6 @@ def equal_parts(count: int, parts: int) -> list[int]:
     return stored
 
 
-def chen_schedules(evaluator: Evaluator, count: int = 12) -> Iterator[StagedSchedule]:
-    """Schedules of many segment lengths, by nodes and by bytes: starts for better searches."""
-    graph = evaluator.graph
-    if graph.num_forward < 2:
-        return
-    nodes = range(graph.num_forward)
-    numbers = np.unique(np.geomspace(1, graph.num_forward, count).round().astype(int))
-    cuts = [uniform_checkpoints(nodes, int(k)) for k in numbers]
-    values = graph.out_bytes[: graph.num_forward]
-    limits = np.geomspace(max(1.0, values.max() / 4), max(2.0, float(values.sum())), count)
-    cuts += [byte_checkpoints(graph, limit, nodes) for limit in limits]
-    for cut in cuts:
-        yield from _both(evaluator, cut)
-
-
 class ChenSqrtSolver(SweepSolver):
     """sqrt(n) segments of equal length: a single schedule."""
 

@@ -25,6 +25,7 @@ class Settings:
         data: Name in sample_data.CLASSES.
         optimizer: Name in keras.optimizers.
         strategy: Name in checkmate_tf.strategies().
+        implementations: As `checkmate_tf.compile` takes it.
         time_limit_s: For the solver.
         seed: Of weights and batches.
         warm_up: Steps that are trained before those that are measured.
@@ -39,6 +40,7 @@ class Settings:
     data: str = "photographs"
     optimizer: str = "sgd"
     strategy: str = "auto"
+    implementations: str = "exact"
     time_limit_s: float = 60.0
     seed: int = 0
     warm_up: int = 2

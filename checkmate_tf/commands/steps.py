@@ -149,6 +149,7 @@ def _plan_and_train(model: keras.Model, settings: Settings) -> Outcome:
             settings.budget,
             input_spec=batch_spec(settings),
             strategy=settings.strategy,
+            implementations=settings.implementations,
             time_limit_s=settings.time_limit_s,
             verbose=True,
         )

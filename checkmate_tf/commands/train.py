@@ -9,7 +9,15 @@ from pathlib import Path
 
 from checkmate_tf import sample_data
 from checkmate_tf._files import write_atomically
-from checkmate_tf.commands.arguments import add_model, budget, check_can_be_written, not_negative, positive, settings_of
+from checkmate_tf.commands.arguments import (
+    add_implementations,
+    add_model,
+    budget,
+    check_can_be_written,
+    not_negative,
+    positive,
+    settings_of,
+)
 from checkmate_tf.commands.settings import Settings
 from checkmate_tf.commands.tables import comparison, expectations
 
@@ -47,6 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--steps", type=positive, default=10, metavar="N", help="measured steps, after 2 of warm-up (default: 10)")
     add("--data", choices=sorted(sample_data.CLASSES), default="photographs", help="images (default: %(default)s)")
     add("--strategy", default="auto", help="how to plan; see checkmate_tf.strategies() (default: %(default)s)")
+    add_implementations(parser)
     add("--time-limit", type=not_negative, default=60.0, metavar="S", help="seconds for the solver (default: 60)")
     add("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
     add("--wall", action="store_true", help="run both at a hard allocator limit just above the budget")
@@ -77,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         steps=args.steps,
         data=args.data,
         strategy=args.strategy,
+        implementations=args.implementations,
         time_limit_s=args.time_limit,
         seed=args.seed,
     )

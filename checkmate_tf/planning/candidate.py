@@ -32,6 +32,7 @@ class Candidate:
         bound: Least cost in seconds of any schedule whose nodes have that peak, proven; None where that is not known.
         bound_of: The model that it bounds, as in `core.problem.Solution`.
         history: (seconds, time_s) of each plan that was the cheapest so far in the search that led to this one.
+        bounds: (seconds, bound) of each bound of it that was higher than those before, on the clock of `history`.
     """
 
     op_graph: OpGraph
@@ -45,6 +46,7 @@ class Candidate:
     bound: float | None = None
     bound_of: str = ""
     history: tuple[tuple[float, float], ...] = ()
+    bounds: tuple[tuple[float, float], ...] = ()
 
     @property
     def overhead(self) -> float:

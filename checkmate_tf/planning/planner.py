@@ -8,6 +8,7 @@ giving the solver less room until the promise holds.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -190,9 +191,11 @@ class Planner:
         target_bytes = budget_bytes
         found = None
         history: tuple[tuple[float, float], ...] = ()
+        began_s = time.perf_counter()
         for _ in range(_MOST_CONFIRMATIONS):
             candidate = self.store_all()
             if candidate.peak_bytes > target_bytes:
+                began_s = time.perf_counter()
                 search = Search(self, target_bytes, _CONFIRMED_SHARE * clock.left_s, seed, on_progress)
                 candidate = search.run()
                 history = tuple(search.history)
@@ -205,7 +208,9 @@ class Planner:
                 break
             target_bytes -= max(self.worst_peak(candidate) - budget_bytes, budget_bytes // 200)
         found = found or self.known(budget_bytes, bound_limit_s)
-        return None if found is None else dataclasses.replace(found, history=history)
+        order = None if found is None or not history else self._order_of(found)
+        bounds = () if order is None else order.bounds(found.node_peak_bytes, began_s)
+        return None if found is None else dataclasses.replace(found, history=history, bounds=bounds)
 
     def replacement(self, candidate: Candidate, budget_bytes: int, *, time_limit_s: float) -> Candidate | None:
         """A plan that keeps a budget now, in place of one that does not: a known one if it costs hardly more."""

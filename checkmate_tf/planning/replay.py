@@ -66,4 +66,5 @@ def replay(
         bound=None,
         bound_of="",
         history=(),
+        bounds=(),
     )

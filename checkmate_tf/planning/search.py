@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -30,10 +31,28 @@ _LATER_SHARE, _LAST_GAP = 0.5, 0.003  # of the time left, for each round of adju
 _LEAST_ROUND_S = 0.2
 _PATIENCE = 0.5  # of a search, after which it ends if nothing was found within the budget
 _NEIGHBOURS, MOST_NEIGHBOURS = 0.04, 12  # other schedules that are tried: how far around the inner budget, how many
+_BEYOND = 4  # schedules that are tried above the largest that was found to be within the budget
 _MOST_ROUNDS = 8  # of tightening or loosening the inner budget
 _MOST_EXCESS = 0.04  # that a round answers to: one schedule may be rounded much more than those around it
 _CLOSE = 0.01  # a peak this close below the budget is not worth another round,
 _WORTHWHILE = 1e-3  # unless the last one made the plan cheaper by this share
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bound:
+    """What was proven, and when.
+
+    Attributes:
+        at_s: On `time.perf_counter`; -inf for what was proven before this run.
+        budget_bytes: In tensor bytes; holds for smaller ones, too.
+        bound: Least cost of a schedule within it.
+        bound_of: The model that it bounds.
+    """
+
+    at_s: float
+    budget_bytes: int
+    bound: float
+    bound_of: str
 
 
 class Order:
@@ -48,7 +67,7 @@ class Order:
         self.node_graph = OpGraph.from_graph(self.coarse.graph)
         self.tried: dict[bytes, float] = {}  # nodes -> seconds of each plan so far
         self.reason = ""  # why the strategy found nothing, where it can say
-        self._bounds: list[tuple[int, float, str]] = []  # (budget in bytes, bound, model that it bounds)
+        self._bounds: list[_Bound] = []
         self._archive = Archive(archive_dir, strategy, self.coarse.graph)
         self.kept: list[Entry] = []  # what searches for some budget have found, the oldest first
         for entry in self._archive.read():
@@ -65,7 +84,7 @@ class Order:
         self.tried[nodes.tobytes()] = self.costs.sequence_s(np.array(self.coarse.op_sequence(nodes)))
         if entry.bound is not None:
             budget_bytes = self.coarse.graph.fixed_bytes + entry.room_bytes
-            self._bounds.append((budget_bytes, entry.bound, entry.bound_of))
+            self._bounds.append(_Bound(-np.inf, budget_bytes, entry.bound, entry.bound_of))
 
     def time_of(self, entry: Entry) -> float:
         """Seconds of a kept schedule."""
@@ -73,10 +92,12 @@ class Order:
 
     def solve(self, budget_bytes: int, options: Options) -> Solution:
         """Asks the solver, and remembers what it proves."""
+        began_s = time.perf_counter()
         solution = self.solver.solve(budget_bytes, options)
         self.reason = solution.reason
         if solution.bound is not None:
-            self._bounds.append((budget_bytes, solution.bound, solution.bound_of))
+            proven = [*solution.bounds, (time.perf_counter() - began_s, solution.bound)]
+            self._bounds += [_Bound(began_s + s, budget_bytes, bound, solution.bound_of) for s, bound in proven]
         return solution
 
     def hint(self, budget_bytes: int) -> SequenceSchedule | None:
@@ -91,12 +112,25 @@ class Order:
 
     def is_bounded(self, budget_bytes: int) -> bool:
         """Whether a bound is known for just this budget."""
-        return any(budget == budget_bytes for budget, *_ in self._bounds)
+        return any(proven.budget_bytes == budget_bytes for proven in self._bounds)
 
     def bound(self, budget_bytes: int) -> tuple[float | None, str]:
         """The best bound proven for schedules within a budget, and what it bounds: less room never costs less."""
-        proven = [(bound, model) for budget, bound, model in self._bounds if budget >= budget_bytes]
+        proven = [(one.bound, one.bound_of) for one in self._bounds if one.budget_bytes >= budget_bytes]
         return max(proven, default=(None, ""))
+
+    def bounds(self, budget_bytes: int, began_s: float) -> tuple[tuple[float, float], ...]:
+        """(seconds, bound) of each bound for schedules within a budget that was higher than those before.
+
+        Args:
+            budget_bytes: In tensor bytes.
+            began_s: From when seconds count, on `time.perf_counter`; what was known then counts from 0 s.
+        """
+        rising: dict[float, float] = {}
+        for one in sorted(self._bounds, key=lambda one: one.at_s):
+            if one.budget_bytes >= budget_bytes and one.bound > max(rising.values(), default=-np.inf):
+                rising[max(0.0, one.at_s - began_s)] = one.bound
+        return tuple(rising.items())
 
 
 class Search:
@@ -125,6 +159,8 @@ class Search:
             found = pool.map(lambda order: self._solution(order, inner[order], limit_s, _FIRST_GAP, self._seed), inner)
             solutions = dict(zip(inner, found, strict=True))
         first = {order: self._try(order, inner[order], solutions[order]) for order in inner}
+        for order in inner:
+            self._climb(order)
         order = min(first, key=lambda order: np.inf if first[order] is None else first[order].time_s)
         self._adjust(order, inner[order])
         return self.best
@@ -189,6 +225,24 @@ class Search:
                 break
             self._consider(order, point.nodes)
         return found
+
+    def _climb(self, order: Order) -> None:
+        """Looks for the cheapest of all schedules that the solver has seen that the allocator keeps within the budget.
+
+        What it adds to one schedule says little of another, so one with a peak far above the inner budget may be
+        within. The larger a peak the rarer that is: the place where it ends is found by bisection.
+        """
+        points = [point for point in order.solver.front() if point.peak_bytes <= self._budget]
+        fits, too_large = -1, len(points)
+        while too_large - fits > 1 and self._clock.left_s > 0:
+            middle = (fits + too_large) // 2
+            if self._consider(order, points[middle].nodes).peak_bytes <= self._budget:
+                fits = middle
+            else:
+                too_large = middle
+        for point in points[too_large + 1 : too_large + 1 + _BEYOND]:
+            if self._clock.left_s > 0:
+                self._consider(order, point.nodes)
 
     def _close(self, order: Order, inner_bytes: int) -> list[Point]:
         """Schedules that the solver has seen with a peak near its budget, the cheapest first."""

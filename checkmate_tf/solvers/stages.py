@@ -104,10 +104,14 @@ class StagesSolver(Solver):
     def solve(self, budget_bytes: int, options: Options) -> Solution:
         """See Solver.solve. INFEASIBLE is proven for forward-once schedules only."""
         clock = Clock(options.time_limit_s)
-        self._seed(options)
+        fits = self.evaluator.store_all.peak_bytes <= budget_bytes
+        if fits:
+            self.pool.add(self.evaluator.store_all)
+        else:
+            self._seed(options)
         recorder = Recorder(self.pool, budget_bytes, clock, options)
         clock.phase("start")
-        if self.evaluator.store_all.peak_bytes <= budget_bytes:
+        if fits:
             recorder.raise_bound(self.graph.total_cost)
             return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of="checkmate")
         if budget_bytes < self._least_bytes:

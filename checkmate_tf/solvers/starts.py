@@ -2,42 +2,56 @@
 
 from __future__ import annotations
 
+import collections
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from checkmate_tf.baselines.articulation import articulation_points
-from checkmate_tf.baselines.chen import chen_schedules, segment_schedule, uniform_checkpoints
+from checkmate_tf.baselines.articulation import ApGreedySolver, ApSqrtSolver, articulation_points
+from checkmate_tf.baselines.chen import ChenRecursiveSolver, DropCheapSolver, segment_schedule, uniform_checkpoints
 from checkmate_tf.baselines.griewank import binomial_slots
+from checkmate_tf.baselines.linearized import LinearizedGreedySolver, LinearizedSqrtSolver
 from checkmate_tf.baselines.retention import nested_schedule, restored_states
+from checkmate_tf.baselines.sweep import branching_node, coarse_to_fine
 from checkmate_tf.solvers.base import Pool
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, gradient_blocks, mask_of
 
-_LARGE = 3000  # nodes from which an evaluation takes about a second,
-_FEW = 8  # and so many are made
+_ON_CHAINS = (ApGreedySolver, ApSqrtSolver, ChenRecursiveSolver, DropCheapSolver)  # where every node is a candidate,
+_ON_OTHERS = (ApGreedySolver, LinearizedGreedySolver, ApSqrtSolver, LinearizedSqrtSolver)  # and where not
+_LARGE = 3000  # nodes from which recomputing nearly everything in every stage takes too long
 _START_SHARE = 0.2  # of the time limit, for these schedules
+_NUMBERS = 12  # of segments of equal length
 _LOOKAHEAD = (0, 2, 8, 32)  # stages
-_SLOTS = 12  # numbers of stored states that revolve is given,
-_DEEP = 100  # and not a single one on networks with more states: that takes their number's square
+_MOST_ADVANCES = 100_000  # forward nodes that revolve may run with a single slot, which takes their number's square
 
 
 def start_schedules(evaluator: Evaluator) -> Iterator[StagedSchedule]:
-    """Everything stored, Chen's segments, revolve's, and little stored, with every look-ahead."""
+    """Everything stored, then in turn one schedule of each family: those of the baselines and little stored.
+
+    The families of all registered baselines are among them, but for revolve's schedule with a single slot on
+    deep networks. So a search that begins here and is given the time for them is never worse than a baseline.
+    """
     yield evaluator.store_all
-    forward = evaluator.graph.num_forward
-    if forward < 2 or forward == evaluator.graph.n:
-        return
-    if evaluator.graph.n > _LARGE:
-        for segments in np.unique(np.geomspace(4, forward, _FEW).round()).astype(int):
-            yield segment_schedule(evaluator, uniform_checkpoints(range(forward), int(segments)))
-        return
-    yield from chen_schedules(evaluator)
-    yield from revolve_schedules(evaluator)
-    for segments in np.unique([1, *np.geomspace(4, forward, 4).round()]).astype(int):
-        checkpoints = uniform_checkpoints(range(forward), int(segments))
-        for stages in _LOOKAHEAD:
-            yield lookahead_schedule(evaluator, checkpoints, stages)
+    graph = evaluator.graph
+    if 1 < graph.num_forward < graph.n:
+        baselines = _ON_OTHERS if branching_node(graph) is not None else _ON_CHAINS
+        families = [baseline(graph).schedules(evaluator) for baseline in baselines]
+        families += [revolve_schedules(evaluator), equal_segments(evaluator)]
+        if graph.n <= _LARGE:
+            families.append(lookahead_schedules(evaluator))
+        yield from _in_turn(families)
+
+
+def _in_turn(families: Iterable[Iterator[StagedSchedule]]) -> Iterator[StagedSchedule]:
+    """One schedule of each family, then the next of each that has one, until all are empty."""
+    waiting = collections.deque(families)
+    while waiting:
+        family = waiting.popleft()
+        schedule = next(family, None)
+        if schedule is not None:
+            yield schedule
+            waiting.append(family)
 
 
 def add_starts(pool: Pool, starts: Iterator[StagedSchedule], time_limit_s: float) -> None:
@@ -50,12 +64,30 @@ def add_starts(pool: Pool, starts: Iterator[StagedSchedule], time_limit_s: float
 
 
 def revolve_schedules(evaluator: Evaluator) -> Iterator[StagedSchedule]:
-    """Revolve on the articulation points, with several numbers of slots."""
-    candidates = articulation_points(evaluator.graph)
-    states = restored_states(evaluator.graph, candidates)
-    fewest = 1 if states <= _DEEP else 2
-    for slots in np.unique(np.geomspace(fewest, states, _SLOTS).round()).astype(int):
-        yield nested_schedule(evaluator, candidates, binomial_slots(states, int(slots)))
+    """Revolve on the articulation points, with every number of slots that does not take too long."""
+    graph = evaluator.graph
+    candidates = articulation_points(graph)
+    states = restored_states(graph, candidates)
+    fewest = 1 if states * graph.num_forward <= 2 * _MOST_ADVANCES else 2
+    for slots in coarse_to_fine(range(fewest, states + 1)):
+        yield nested_schedule(evaluator, candidates, binomial_slots(states, slots))
+
+
+def equal_segments(evaluator: Evaluator) -> Iterator[StagedSchedule]:
+    """Segments with equal numbers of nodes, from one of them to one per node."""
+    nodes = range(evaluator.graph.num_forward)
+    for segments in np.unique(np.geomspace(1, len(nodes), _NUMBERS).round().astype(int)):
+        for drop in (False, True):
+            yield segment_schedule(evaluator, uniform_checkpoints(nodes, int(segments)), drop=drop)
+
+
+def lookahead_schedules(evaluator: Evaluator) -> Iterator[StagedSchedule]:
+    """Little stored, with every look-ahead."""
+    forward = evaluator.graph.num_forward
+    for segments in np.unique([1, *np.geomspace(4, forward, 4).round()]).astype(int):
+        checkpoints = uniform_checkpoints(range(forward), int(segments))
+        for stages in _LOOKAHEAD:
+            yield lookahead_schedule(evaluator, checkpoints, stages)
 
 
 def lookahead_schedule(evaluator: Evaluator, checkpoints: list[int], stages: int) -> StagedSchedule:

@@ -48,6 +48,19 @@ def linear_networks(draw, largest=10) -> Graph:
     return Graph.build(draw(numbers), draw(numbers), edges, is_gradient=[k >= forward for k in range(n)])
 
 
+@st.composite
+def branching_networks(draw, largest=12) -> Graph:
+    """Nodes that read up to three of those before them, and for each a gradient that reads all that it may."""
+    forward = draw(st.integers(1, largest))
+    reads = [draw(st.sets(st.integers(max(0, k - 4), k - 1), max_size=3)) if k else set() for k in range(forward)]
+    edges = [(i, k) for k, read in enumerate(reads) for i in read]
+    for i in range(forward):
+        users = [2 * forward - 1 - k for k, read in enumerate(reads) if i in read]
+        edges += [(j, 2 * forward - 1 - i) for j in (*reads[i], i, *users)]
+    numbers = st.lists(st.integers(0, 9), min_size=2 * forward, max_size=2 * forward)
+    return Graph.build(draw(numbers), draw(numbers), edges, is_gradient=[k >= forward for k in range(2 * forward)])
+
+
 def curve(strategy: str, graph: Graph) -> list[tuple[int, float, list[int]]]:
     """(peak, cost, sequence) of each schedule of a sweep, by ascending peak."""
     solver = create(strategy, graph)
