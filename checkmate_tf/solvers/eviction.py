@@ -25,7 +25,9 @@ _MOST_ANCESTORS = 100  # that are counted into what it costs to compute a value 
 _SMALLEST_STEP = 0.002  # of a budget, between the last that was kept and the first that was not
 
 
-def evicting_schedules(evaluator: Evaluator, budget_bytes: int, clock: Clock, until_s: float) -> Iterator:
+def evicting_schedules(
+    evaluator: Evaluator, budget_bytes: int, clock: Clock, until_s: float
+) -> Iterator[StagedSchedule]:
     """Schedules within the budget, one for each way to weigh costs against times to the next use.
 
     Args:
@@ -53,7 +55,7 @@ def small_schedules(evaluator: Evaluator, target_bytes: int, clock: Clock, until
         until_s: Seconds on the clock at which to stop.
     """
     low, high, inner = target_bytes, evaluator.store_all.peak_bytes, target_bytes
-    while high - low > _SMALLEST_STEP * high or inner == target_bytes:
+    while inner == target_bytes or high - low > max(1, _SMALLEST_STEP * high):
         least = None
         for schedule in evicting_schedules(evaluator, inner, clock, until_s):
             yield schedule
@@ -63,7 +65,7 @@ def small_schedules(evaluator: Evaluator, target_bytes: int, clock: Clock, until
         if not clock.left_s or clock.elapsed_s > until_s:
             return
         low, high = (inner, high) if least is None else (low, least)
-        inner = (low + high) // 2
+        inner = (low + high + 1) // 2
 
 
 class _Run:
