@@ -14,6 +14,7 @@ from tensorflow.python.training import saver
 from checkmate_tf.lowering import device
 from checkmate_tf.lowering.again import leaner_reruns
 from checkmate_tf.lowering.calls import read_before_calls
+from checkmate_tf.lowering.implementations.pooling import check_places
 from checkmate_tf.lowering.implementations.rewrite import Fired, rewrite
 from checkmate_tf.lowering.implementations.rule import Rule
 
@@ -88,6 +89,7 @@ def trace(
     on_cpu = "CPU" in device.name_of(function.variables)
     rewritten = rewrite(graph, kept, rules, alternatives=alternatives, chosen=chosen, on_cpu=on_cpu)
     simplified = _simplify(function, rewritten.graph_def)
+    check_places(simplified.node)
     again = leaner_reruns(simplified.node, on_cpu=on_cpu)
     return TracedStep(function, simplified, rewritten.stands_in, rewritten.fired, rewritten.offered, again)
 

@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from checkmate_tf.lowering.implementations.batch_norm import BATCH_NORM
 from checkmate_tf.lowering.implementations.gelu import GELU
 from checkmate_tf.lowering.implementations.layer_norm import LAYER_NORM
+from checkmate_tf.lowering.implementations.masks import RELU6_FROM_MASK, RELU_FROM_MASK
 from checkmate_tf.lowering.implementations.padding import PADDED_CONVOLUTION, PADDED_DEPTHWISE_CONVOLUTION
 from checkmate_tf.lowering.implementations.pointwise import POINTWISE_FILTER_GRADIENT
 from checkmate_tf.lowering.implementations.pooling import POOLING_BY_PLACES
 from checkmate_tf.lowering.implementations.rule import Rule
+
+_LEANER_GRADIENTS = (POOLING_BY_PLACES, RELU_FROM_MASK, RELU6_FROM_MASK)
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "exact": (),
@@ -25,6 +28,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         PADDED_DEPTHWISE_CONVOLUTION,
         POINTWISE_FILTER_GRADIENT,
     ),
+    "gist": _LEANER_GRADIENTS,
 }
 
-ALTERNATIVES: Mapping[str, tuple[Rule, ...]] = {"exact": (), "fused": (POOLING_BY_PLACES,)}
+ALTERNATIVES: Mapping[str, tuple[Rule, ...]] = {"exact": (), "fused": _LEANER_GRADIENTS, "gist": ()}

@@ -106,7 +106,7 @@ class _Pass:
         """Applies a rule where its pattern is found: everywhere, or at the chosen ops."""
         view, found = self._matches(rule)
         found = [place for place in found if chosen is None or place[0] in chosen]
-        edits = [self._edit(view, rule, match, template) for _, match, template in found]
+        edits = [self._edit(view, rule, *place) for place in found]
         kept = possible(self.nodes, edits) if edits else []
         if kept:
             self.nodes = edited(self.nodes, [edits[k] for k in kept])
@@ -125,9 +125,9 @@ class _Pass:
         places = ((name, search.find(Site(view, name, self._on_cpu))) for name in names)
         return view, [(name, *found) for name, found in places if found is not None]
 
-    def _edit(self, view: GraphView, rule: Rule, match: Match, template: Template) -> Edit:
+    def _edit(self, view: GraphView, rule: Rule, where: str, match: Match, template: Template) -> Edit:
         """The new nodes of one match, and who is to read them."""
-        origins = self._origins(match, template)
+        origins = self._origins(match, template, where)
         names = [
             f"{origins[k]}/{rule.name}/{node.node_def.name.replace('/', '_')}" for k, node in enumerate(template.nodes)
         ]
@@ -146,22 +146,23 @@ class _Pass:
             new.append(made)
             self.stands_in[names[k]] = self.stands_in.get(origins[k], origins[k])
             self._specs.update({(names[k], i): spec for i, spec in enumerate(node.outputs)})
-        refs = template.outputs.items()
+        refs = [(part, ref) for part, ref in template.outputs.items() if part in match.outputs]
         return Edit(
             tuple(new),
             {match.outputs[part]: tensor(ref) for part, ref in refs if part not in match.terms},
             {match.outputs[part][0]: (match.terms[part], tensor(ref)) for part, ref in refs if part in match.terms},
         )
 
-    def _origins(self, match: Match, template: Template) -> list[str]:
+    def _origins(self, match: Match, template: Template, where: str) -> list[str]:
         """For each new node, the node whose place it takes: the first made of those that give the outputs it serves.
 
-        What serves nothing but gradients thus takes a place in the backward pass.
+        What serves nothing but gradients thus takes a place in the backward pass, but for outputs that the pattern
+        does not have: those take the place of the op at which the pattern was found.
         """
         place = {
             part: max((t[0] for t in match.terms[part]), key=self._place)
             if part in match.terms
-            else match.outputs[part][0]
+            else match.outputs.get(part, (where, 0))[0]
             for part in template.outputs
         }
         origins: list[str | None] = [None] * len(template.nodes)
