@@ -4,8 +4,8 @@ On a CPU, oneDNN's max pooling keeps one byte per maximum, its place, and its gr
 but the shape. TensorFlow hands it the input all the same, which then lives until the gradient. An alternative: a
 tensor of the same shape is filled for the gradient instead.
 
-A ReLU that nothing else reads moves behind the pooling, as the maximum of its outputs is its output for the maximum:
-there it and its gradient work on the maxima only.
+Behind a ReLU that nothing else reads, the ReLU's gradient then reads the pooled values: one is positive exactly where
+the element that it came from is. So the ReLU's output goes as well.
 
 References:
     Jain et al., Gist: Efficient Data Encoding for Deep Neural Network Training, ISCA 2018 (ReLU-Pool).
@@ -61,33 +61,37 @@ def _by_values(x, dy, *, ksize, strides, padding: str, relu: bool) -> dict:
 
 def _by_places(x, dy, *, ksize, strides, padding: str, relu: bool) -> dict:
     windows = {"ksize": ksize, "strides": strides, "padding": padding}
-    pooled = tf.raw_ops.MaxPool(input=x, **windows)
-    y = tf.nn.relu(pooled) if relu else pooled
+    y = tf.raw_ops.MaxPool(input=tf.nn.relu(x) if relu else x, **windows)
     shaped = tf.fill(x.shape, dy[0, 0, 0, 0])  # a constant would be held all the time
     passed = tf.raw_ops.ReluGrad(gradients=dy, features=y) if relu else dy
-    return {"y": y, "dx": tf.raw_ops.MaxPoolGrad(orig_input=shaped, orig_output=pooled, grad=passed, **windows)}
+    return {"y": y, "dx": tf.raw_ops.MaxPoolGrad(orig_input=shaped, orig_output=y, grad=passed, **windows)}
 
 
-def check_places(nodes: Iterable[node_def_pb2.NodeDef]) -> None:
-    """Checks that each gradient by places reads what max pooling makes, as only then oneDNN hands it the places.
+def poolings_by_places(nodes: Iterable[node_def_pb2.NodeDef]) -> list[str]:
+    """Names of the ops whose places gradients use.
 
-    Grappler may move a ReLU in front of max pooling behind it, to where the gradient reads.
+    TensorFlow hands them from op to op, so the gradient must read what max pooling makes and nothing between. Where
+    nothing else reads a ReLU in front, Grappler would move it there: it has to leave these ops as they are.
 
     Raises:
         ModelError: Naming a gradient that would be wrong.
     """
-    kinds = {node.name: node for node in nodes}
-    for node in kinds.values():
-        if node.op == "MaxPoolGrad" and f"/{_NAME}/" in node.name and kinds[parsed(node.input[1])[0]].op != "MaxPool":
+    kinds = {node.name: node.op for node in nodes}
+    read = {
+        node.name: parsed(node.input[1])[0] for node in nodes if node.op == "MaxPoolGrad" and f"/{_NAME}/" in node.name
+    }
+    for name, pooling in read.items():
+        if kinds[pooling] != "MaxPool":
             raise ModelError(
-                f"the gradient {node.name} cannot be computed from the places of the maxima, as TensorFlow has "
+                f"the gradient {name} cannot be computed from the places of the maxima, as TensorFlow has "
                 'rearranged the max pooling. Try: implementations="exact".'
             )
+    return list(read.values())
 
 
 POOLING_BY_PLACES = Rule(
     name=_NAME,
-    saves="what is pooled need not be held for the gradient, which fills as much instead",
+    saves="what is pooled need not be held for the gradient, which fills as many bytes when it runs",
     tolerance=1e-6,
     anchor="MaxPool",
     variants=_variants,

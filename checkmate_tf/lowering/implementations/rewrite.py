@@ -25,11 +25,13 @@ class Fired:
     Attributes:
         rule: Name of the rule.
         where: Name of the op at which its pattern was found.
+        gradient: Name of the last of the ops that made what it replaces: of a gradient, if there is one.
         saved_bytes: Bytes of the tensors that the pattern's ops made, less those that its replacement makes.
     """
 
     rule: str
     where: str
+    gradient: str
     saved_bytes: int
 
 
@@ -111,12 +113,12 @@ class _Pass:
         if kept:
             self.nodes = edited(self.nodes, [edits[k] for k in kept])
             self._prune()
-        return [_fired(rule, view, *found[k]) for k in kept]
+        return [self._fired(rule, view, *found[k]) for k in kept]
 
     def found(self, rule: Rule) -> list[Fired]:
         """Where a rule could be applied."""
         view, found = self._matches(rule)
-        return [_fired(rule, view, *place) for place in found]
+        return [self._fired(rule, view, *place) for place in found]
 
     def _matches(self, rule: Rule) -> tuple[GraphView, list[tuple[str, Match, Template]]]:
         view = GraphView(self.nodes, self._specs, self._kept)
@@ -175,6 +177,12 @@ class _Pass:
                     todo += [r.node for r in template.nodes[k].reads if r.node is not None]
         return origins
 
+    def _fired(self, rule: Rule, view: GraphView, where: str, match: Match, template: Template) -> Fired:
+        made = sum(_made_bytes(view.nodes[node].op, view.output_specs(node)) for node in match.inside)
+        makes = sum(_made_bytes(node.node_def.op, node.outputs) for node in template.nodes)
+        last = max((name for name, _ in match.outputs.values()), key=self._place)
+        return Fired(rule.name, where, last, made - makes)
+
     def _place(self, name: str) -> int:
         return self._created[self.stands_in.get(name, name)]
 
@@ -232,12 +240,6 @@ def _is_self_contained(view: GraphView, match: Match) -> bool:
     inner = {name for name in match.inside if view.nodes[name].op != "Const"} - outputs
     sums = {match.outputs[part][0] for part in match.terms}
     return not (inner | outputs) & view.kept and all(view.users(name) <= match.inside | sums for name in inner)
-
-
-def _fired(rule: Rule, view: GraphView, where: str, match: Match, template: Template) -> Fired:
-    made = sum(_made_bytes(view.nodes[node].op, view.output_specs(node)) for node in match.inside)
-    makes = sum(_made_bytes(node.node_def.op, node.outputs) for node in template.nodes)
-    return Fired(rule.name, where, made - makes)
 
 
 def _made_bytes(kind: str, outputs: Sequence[tf.TensorSpec]) -> int:
