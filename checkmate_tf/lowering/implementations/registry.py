@@ -1,6 +1,14 @@
 """Which rules each value of `implementations=` stands for, in the order in which they are applied.
 
-Alternatives are not better in every respect: each place where one could stand is a choice of its own.
+Alternatives are not better in every respect: each place where one could stand is a choice of its own. "gist" puts the
+same ones wherever they can be, a baseline for comparison: the lossless encodings of Gist without its sparse storage,
+whose size is not known beforehand; ops take storage over in place in every step.
+
+Dropout by its seed instead of its mask needs none: Keras draws from a seed that a variable holds and that is read once,
+so a schedule that computes the mask again draws the same one.
+
+References:
+    Jain et al., Gist: Efficient Data Encoding for Deep Neural Network Training, ISCA 2018.
 """
 
 from __future__ import annotations
