@@ -114,7 +114,7 @@ def test_a_step_with_the_alternatives_that_give_the_cheapest_plan_is_run(options
     assert "pooling_by_places at 2 of 2" in str(report)
     assert checkmate_tf.Report.from_json(report.to_json()) == report
     for ours, theirs in zip(plain.variables, fused.variables, strict=True):
-        np.testing.assert_allclose(theirs.numpy(), ours.numpy(), rtol=0, atol=1e-6 * np.abs(ours.numpy()).max())
+        np.testing.assert_allclose(theirs.numpy(), ours.numpy(), rtol=0, atol=1e-5 * np.abs(ours.numpy()).max())
 
 
 def test_no_alternative_is_taken_where_nothing_is_gained(options, monkeypatch):
@@ -141,7 +141,7 @@ def test_gist_needs_less_with_nothing_recomputed_and_keeps_its_promise(options):
     assert [row.rule for row in reports["gist"].implementations] == ["pooling_by_places"] * 2
     assert reports["gist"].predicted_peak_bytes < 0.9 * reports["exact"].predicted_peak_bytes
     for ours, theirs in zip(models["exact"].variables, models["gist"].variables, strict=True):
-        np.testing.assert_allclose(theirs.numpy(), ours.numpy(), rtol=0, atol=1e-6 * np.abs(ours.numpy()).max())
+        np.testing.assert_allclose(theirs.numpy(), ours.numpy(), rtol=0, atol=1e-5 * np.abs(ours.numpy()).max())
 
 
 def test_a_curve_chooses_alternatives_as_compile_does(options, monkeypatch):
