@@ -78,6 +78,12 @@ def test_a_step_that_fits_as_it_is_takes_no_alternative():
     assert planners.keys() == {NONE}
 
 
+def test_no_alternative_is_taken_where_nothing_is_gained():
+    planners = Planners()
+    assert JointPlanner(planners, SITES).find(60, time_limit_s=LIMIT_S).chosen == NONE
+    assert ALL in planners
+
+
 def test_a_step_without_alternatives_gets_all_the_time():
     planners = Planners()
     assert JointPlanner(planners, ()).find(60, time_limit_s=LIMIT_S).chosen == NONE

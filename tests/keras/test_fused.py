@@ -89,23 +89,22 @@ def pooled_net() -> keras.Model:
     return compiled(keras.Model(inputs, x), keras.optimizers.SGD(0.05), metrics=())
 
 
-def choosing(monkeypatch, chosen_of) -> None:
-    """Makes plans with a given choice cheaper than they are found to be with others."""
-    find = Planner.find
+def nothing_recomputed(monkeypatch) -> None:
+    """Leaves as plans those that recompute nothing, the cheaper the more alternatives they take."""
 
-    def found(planner, *args, **kwargs):
-        plan = find(planner, *args, **kwargs)
-        taken = sum("/pooling_by_places/MaxPoolGrad" in name for name in planner.orders[0].op_graph.names)
-        return None if plan is None else dataclasses.replace(plan, time_s=chosen_of(taken))
+    def find(planner, budget_bytes, **_):
+        plan = planner.store_all()
+        taken = sum("/pooling_by_places/MaxPoolGrad" in name for name in plan.op_graph.names)
+        return dataclasses.replace(plan, time_s=3.0 - taken) if plan.peak_bytes <= budget_bytes else None
 
-    monkeypatch.setattr(Planner, "find", found)
+    monkeypatch.setattr(Planner, "find", find)
 
 
 def test_a_step_with_the_alternatives_that_give_the_cheapest_plan_is_run(options, monkeypatch):
-    choosing(monkeypatch, lambda taken: 3.0 - taken)
+    nothing_recomputed(monkeypatch)
     x, y = images(BATCH)
     plain, fused = pooled_net(), pooled_net()
-    checkmate_tf.compile(fused, 0.9, implementations="fused", **{**options, "time_limit_s": 6})
+    checkmate_tf.compile(fused, 0.9, implementations="fused", **options)
     for model in (plain, fused):
         model.train_on_batch(x, y)
     report = checkmate_tf.report(fused)
@@ -117,14 +116,12 @@ def test_a_step_with_the_alternatives_that_give_the_cheapest_plan_is_run(options
         np.testing.assert_allclose(theirs.numpy(), ours.numpy(), rtol=0, atol=1e-5 * np.abs(ours.numpy()).max())
 
 
-def test_no_alternative_is_taken_where_nothing_is_gained(options, monkeypatch):
-    choosing(monkeypatch, lambda _: 1.0)
-    for budget in ("4GiB", 0.95):  # it fits as it is; all cost the same
-        model = pooled_net()
-        x, y = images(BATCH)
-        checkmate_tf.compile(model, budget, implementations="fused", **{**options, "time_limit_s": 6})
-        model.train_on_batch(x, y)
-        assert [row.taken for row in checkmate_tf.report(model).choices] == [False, False]
+def test_no_alternative_is_taken_where_the_step_fits_as_it_is(options):
+    model = pooled_net()
+    x, y = images(BATCH)
+    checkmate_tf.compile(model, "4GiB", implementations="fused", **options)
+    model.train_on_batch(x, y)
+    assert [row.taken for row in checkmate_tf.report(model).choices] == [False, False]
 
 
 def test_gist_needs_less_with_nothing_recomputed_and_keeps_its_promise(options):
@@ -145,9 +142,9 @@ def test_gist_needs_less_with_nothing_recomputed_and_keeps_its_promise(options):
 
 
 def test_a_curve_chooses_alternatives_as_compile_does(options, monkeypatch):
-    choosing(monkeypatch, lambda taken: 3.0 - taken)
+    nothing_recomputed(monkeypatch)
     spec = tf.nest.map_structure(lambda part: tf.TensorSpec(part.shape, part.dtype), images(BATCH))
     curve = checkmate_tf.tradeoff_curve(
-        pooled_net(), spec, budgets=[0.9], implementations="fused", time_limit_s=6, cache_dir=options["cache_dir"]
+        pooled_net(), spec, budgets=[0.9], implementations="fused", cache_dir=options["cache_dir"]
     )
     assert curve.points[0].predicted_step_s == 1.0
