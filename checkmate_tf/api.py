@@ -52,7 +52,9 @@ def compile(
         implementations: "exact": the ops that the model uses, unchanged. "fused": where TensorFlow has a leaner
             equivalent of several ops together (batch norm, ...), that; the results then differ from the
             unmodified step's by rounding; where two ways each have their price, the one with which the
-            cheaper plan is found. `report` says where.
+            cheaper plan is found. "gist": a baseline for comparison, the lossless encodings of Gist wherever they
+            can be: gradients of max pooling by places, of ReLUs by masks; with strategy="checkpoint_all", as
+            published. `report` says where.
         cost_model: "profile": each distinct op is measured on the device.
         cache_dir: Folder for measured ops and found schedules; by default in the user's cache folder.
         verbose: Whether to show progress; "auto": on a terminal.
@@ -66,7 +68,7 @@ def compile(
         NoScheduleFound: None was found in time.
 
     References:
-        Jain et al., Checkmate, MLSys 2020.
+        Jain et al., Checkmate, MLSys 2020; Jain et al., Gist, ISCA 2018.
     """
     train_step.attach(
         model, _settings(budget, strategy, time_limit_s, implementations, cost_model, cache_dir, verbose), input_spec
@@ -100,7 +102,7 @@ def function(
             with every dimension.
         strategy: As for `compile`; likewise all that follow.
         time_limit_s: Seconds to search for a schedule.
-        implementations: "exact" or "fused".
+        implementations: "exact", "fused" or "gist".
         cost_model: "profile".
         cache_dir: Folder for measured ops and found schedules.
         verbose: Whether to show progress.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-import math
 import time
 from collections.abc import Callable
 
@@ -26,11 +25,11 @@ from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 from checkmate_tf.lowering.trace import TracedStep, trace
 from checkmate_tf.planning.candidate import Candidate
+from checkmate_tf.planning.joint import JointPlanner, Site
 from checkmate_tf.planning.planner import Planner
 from checkmate_tf.planning.replay import replay
 from checkmate_tf.reporting import ChoiceRow, ImplementationRow, Report
 
-_CHOICE_SHARE = 0.4  # of the time limit, to find out which alternatives to take
 _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
 _CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops; up to 9 KB were seen
 _BUILD_BYTES = 32 << 10  # what is made between planning and the first run: constants, the function's own tensors
@@ -69,8 +68,9 @@ class ProfiledStep:
         self.settings = settings
         self._step = step
         self._spec = spec
-        self._chosen = chosen
+        self.chosen = chosen
         self._plain_peak_bytes: int | None = None
+        self._forms = {chosen: self}
         self.reserve_bytes = _BUILD_BYTES + _CALL_BYTES  # added to every predicted peak
         self.phases_s: dict[str, float] = {}
         with self._phase("trace"):
@@ -161,7 +161,7 @@ class ProfiledStep:
 
     def op_graph_at(self, spec) -> OpGraph:
         """The step traced for another argument, without measured storage."""
-        return extract(self._trace(spec, self._chosen)).op_graph
+        return extract(self._trace(spec, self.chosen)).op_graph
 
     def _trace(self, spec, chosen: frozenset[str]) -> TracedStep:
         names = self.settings.implementations
@@ -189,7 +189,7 @@ class ProfiledStep:
     def minimum_budget(self) -> Candidate:
         """The plan with the lowest allocator peak that was found."""
         with self._phase("solve"):
-            return self.planner.minimum()
+            return self.joint().minimum()
 
     def plain_peak_bytes(self) -> int:
         """Predicted allocator peak of the unmodified step: ops run as they become ready."""
@@ -209,64 +209,34 @@ class ProfiledStep:
         Raises:
             BudgetError, InfeasibleBudget, NoScheduleFound: As the planner says.
         """
-        budget_bytes = self.budget_bytes()
-        best = self.with_best_choices(budget_bytes)
-        return PlannedStep(best, budget_bytes, *best.plan_and_build(budget_bytes))
-
-    def with_best_choices(self, budget_bytes: int) -> ProfiledStep:
-        """This step with those alternatives with which the cheapest plan within a budget was found.
-
-        Each set of `with_choices` is planned for a share of the time. Where this step fits as it is, none is tried,
-        as alternatives take more time.
-
-        References:
-            Shah et al., MONeT, ICLR 2021: one implementation per op, chosen with the schedule.
-        """
-        if not self.traced.offered or self.planner.store_all().peak_bytes <= budget_bytes:
-            return self
-        with self._phase("choose"):
-            others = self.with_choices()
-            limit_s = _CHOICE_SHARE * self.settings.time_limit_s / (1 + len(others))
-            best, best_s = self, self._found_s(budget_bytes, limit_s)
-            for other in others:
-                found_s = other._found_s(budget_bytes, limit_s)
-                if found_s < best_s:
-                    best, best_s = other, found_s
-        best.phases_s = {**best.phases_s, **self.phases_s}
-        return best
-
-    def with_choices(self) -> list[ProfiledStep]:
-        """This step with the first alternative that it offers, with two, four, ..., and with all.
-
-        They are in the order of the graph, where the first tensors are mostly the largest.
-        """
-        offered = [fired.where for fired in self.traced.offered]
-        sizes = sorted({len(offered), *(2**k for k in range(len(offered).bit_length()))} - {0})
-        steps = [ProfiledStep(self._step, self._spec, self.settings, frozenset(offered[:size])) for size in sizes]
-        for step in steps:
-            step._plain_peak_bytes = self._plain_peak_bytes
-        return steps
-
-    def _found_s(self, budget_bytes: int, limit_s: float) -> float:
-        """Cost of the cheapest plan that is found in a while; infinite where none is."""
-        found = self.planner.find(budget_bytes, time_limit_s=limit_s)
-        return math.inf if found is None else found.time_s
-
-    def plan_and_build(self, budget_bytes: int):
-        """A plan within the budget and the function that runs it.
-
-        Raises:
-            InfeasibleBudget, NoScheduleFound: As the planner says.
-        """
+        budget_bytes, limit_s = self.budget_bytes(), self.settings.time_limit_s
         with self._phase("solve"):
-            candidate = self.planner.plan(
+            candidate = self.joint().plan(
                 budget_bytes,
-                time_limit_s=self.settings.time_limit_s,
-                on_progress=lambda seconds, *_: self.settings.progress(
-                    "solve", min(1.0, seconds / self.settings.time_limit_s)
-                ),
+                time_limit_s=limit_s,
+                on_progress=lambda seconds, *_: self.settings.progress("solve", min(1.0, seconds / limit_s)),
             )
-        return candidate, self.build(candidate)
+        step = self.form(candidate.chosen)
+        return PlannedStep(step, budget_bytes, candidate, step.build(candidate))
+
+    def joint(self, planner_of: Callable[[ProfiledStep], Planner] | None = None) -> JointPlanner:
+        """Plans this step and chooses its alternatives.
+
+        Args:
+            planner_of: The planner of one form of this step; by default the one that the form has.
+        """
+        planner_of = planner_of or (lambda form: form.planner)
+        sites = [Site(fired.rule, fired.where, fired.gradient) for fired in self.traced.offered]
+        return JointPlanner(lambda chosen: planner_of(self.form(chosen)), sites)
+
+    def form(self, chosen: frozenset[str]) -> ProfiledStep:
+        """This step with alternatives at the ops of these names; each form is traced and profiled once."""
+        if chosen not in self._forms:
+            form = ProfiledStep(self._step, self._spec, self.settings, chosen)
+            form._plain_peak_bytes = self._plain_peak_bytes
+            form.phases_s = self.phases_s
+            self._forms[chosen] = form
+        return self._forms[chosen]
 
     def choices(self, plan: Plan, graph: OpGraph) -> list[ChoiceRow]:
         """The alternatives that were weighed, and whether a plan takes them.
@@ -277,7 +247,7 @@ class ProfiledStep:
         """
         again = plan.recomputed()
         reruns = [ChoiceRow(KEPT_STATISTICS, graph.names[op], op in again) for op in sorted(graph.again)]
-        return [ChoiceRow(f.rule, f.where, f.where in self._chosen) for f in self.traced.offered] + reruns
+        return [ChoiceRow(f.rule, f.where, f.where in self.chosen) for f in self.traced.offered] + reruns
 
     def build(self, candidate: Candidate):
         """The function that runs a plan."""

@@ -392,9 +392,11 @@ def _equivalents(rows: Iterable[ImplementationRow]) -> str | None:
     total: dict[str, list[int]] = {}
     for row in rows:
         total.setdefault(row.rule, []).append(row.saved_bytes)
-    return (
-        ", ".join(f"{rule} x {len(saved)} ({_bytes(sum(saved))} less written)" for rule, saved in total.items()) or None
-    )
+    return ", ".join(f"{rule} x {len(saved)} ({_written(sum(saved))})" for rule, saved in total.items()) or None
+
+
+def _written(saved_bytes: int) -> str:
+    return f"{_bytes(abs(saved_bytes))} {'less' if saved_bytes >= 0 else 'more'} written"
 
 
 def _recomputed(recomputed: Mapping[str, int]) -> str | None:

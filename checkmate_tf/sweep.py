@@ -12,7 +12,7 @@ from checkmate_tf._files import check_fingerprint, write_atomically
 from checkmate_tf.budget import format_bytes
 from checkmate_tf.core.problem import Status
 from checkmate_tf.planning.candidate import Candidate
-from checkmate_tf.planning.planner import Planner
+from checkmate_tf.planning.joint import JointPlanner
 from checkmate_tf.tradeoff import CurvePoint, TradeoffCurve
 
 
@@ -35,7 +35,7 @@ def started(path: str | os.PathLike | None, fresh: TradeoffCurve) -> TradeoffCur
 
 def sweep(
     curve: TradeoffCurve,
-    planner_for: Callable[[str], Planner],
+    planner_for: Callable[[str], JointPlanner],
     strategies: Sequence[str],
     budgets_bytes: Sequence[int],
     *,
@@ -59,7 +59,7 @@ def sweep(
     points = {point.key: point for point in curve.points}
     asked = [(name, budget) for name in strategies for budget in sorted(set(budgets_bytes))]
     missing = [key for key in asked if key not in points]
-    planners: dict[str, Planner] = {}
+    planners: dict[str, JointPlanner] = {}
     for count, (name, budget) in enumerate(missing, start=1):
         label = f"{count}/{len(missing)} {name} {format_bytes(budget)}"
         _tell(on_progress, label, 0.0)
@@ -91,7 +91,7 @@ def _tell(on_progress, label: str, fraction: float) -> None:
         on_progress(label, fraction)
 
 
-def _point(planner: Planner, name: str, budget_bytes: int, time_limit_s: float, on_progress) -> CurvePoint:
+def _point(planner: JointPlanner, name: str, budget_bytes: int, time_limit_s: float, on_progress) -> CurvePoint:
     """Plans for one budget."""
     start = time.perf_counter()
     if budget_bytes < planner.needed_bytes:

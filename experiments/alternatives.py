@@ -6,8 +6,9 @@
 Nothing is trained: ops are profiled, and plans are made and played on the allocator. For each network and set of
 alternatives, the smallest budget is sought, by bisection, for which a plan is found that costs at most 10 % more than
 the step with equivalents in place that recomputes nothing and takes no alternative. The sets are those of MONeT's
-ablation: none (checkpointing alone), "output" (gradients that read outputs instead of inputs: pooling by places, whose
-ReLU gradient reads the pooled values), "intermediate" (kept statistics of a batch norm that runs again), all.
+ablation: none (checkpointing alone), "output" (gradients that read less: of max pooling the places of the maxima, of a
+ReLU in front the pooled values, of other ReLUs a mask), "intermediate" (kept statistics of a batch norm that runs
+again), all.
 
 References:
     Shah et al., Memory Optimization for Deep Networks, ICLR 2021, table 1 and figure 4.
@@ -16,7 +17,6 @@ References:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -27,17 +27,19 @@ from models import CASES
 from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 from within_budget import RESERVED
 
+from checkmate_tf.planning.joint import JointPlanner
+
 CASE_NAMES = ("VGG16", "MobileNet", "ResNet50")
 SETS = ("none", "output", "intermediate", "all")
 OVERHEAD = 1.1
-PRECISION = 0.02  # of the plain peak
+PRECISION = 0.005  # of the plain peak
 
 
 def main() -> int:
     """Runs each case in a process of its own and collects what they write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=CASE_NAMES, choices=CASE_NAMES)
-    parser.add_argument("--rows", type=int, default=8, help="of a batch (default 8)")
+    parser.add_argument("--rows", type=int, default=0, help="of a batch (default: the case's own)")
     parser.add_argument("--time-limit", type=float, default=15.0, help="seconds of search per plan (default 15)")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "alternatives.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -63,6 +65,7 @@ def run_case(name: str, rows: int, time_limit_s: float) -> list[dict]:
     from checkmate_tf.pipeline import Settings
 
     checkmate_tf.reserve(RESERVED)
+    rows = rows or CASES[name].batch_size
     batch = CASES[name].batch(np.random.default_rng(0))
     spec = tuple(tf.TensorSpec((rows, *part.shape[1:]), part.dtype) for part in batch)
     with tempfile.TemporaryDirectory() as cache_dir:
@@ -81,18 +84,17 @@ def ablation(name: str, rows: int, step) -> list[dict]:
     plain_bytes = step.plain_peak_bytes()
     offered = {"output": len(step.traced.offered), "intermediate": len(step.profile.op_graph.again)}
     store_all = step.planner.store_all()
-    start = {"budget_bytes": store_all.peak_bytes, "predicted_s": store_all.time_s}
+    start = {"budget_bytes": store_all.peak_bytes, "predicted_s": store_all.time_s, "taken": 0}
     most_s = OVERHEAD * store_all.time_s
-    steps = [step, *step.with_choices()]
     found, known = [], {}
     for kind in SETS:
         some = kind in ("output", "all") and offered["output"] > 0
         again = kind in ("intermediate", "all") and offered["intermediate"] > 0
         if (some, again) not in known:
-            planners = [planner(each, again=again) for each in (steps if some else steps[:1])]
             without = [row for (s, a), row in known.items() if s <= some and a <= again]  # choices that are there too
             best = min(without, key=lambda row: row["budget_bytes"], default=start)
-            known[some, again] = smallest_budget(planners, best, most_s, plain_bytes, step.settings.time_limit_s)
+            joint = joint_planner(step, some=some, again=again)
+            known[some, again] = smallest_budget(joint, best, most_s, plain_bytes, step.settings.time_limit_s)
         found.append(
             {
                 "case": name,
@@ -111,39 +113,40 @@ def ablation(name: str, rows: int, step) -> list[dict]:
     return found
 
 
-def planner(step, *, again: bool):
-    """A planner of a step; without `again`, one that runs whole ops again."""
+def joint_planner(step, *, some: bool, again: bool):
+    """Plans a step and chooses its alternatives: with `some`, in gradients; with `again`, in ops that run again."""
+    if not some:
+        return JointPlanner(lambda _: planner(step, again=again), ())
+    return step.joint(lambda form: planner(form, again=again))
+
+
+def planner(form, *, again: bool):
+    """A planner of one form of a step; without `again`, one that runs whole ops again."""
     if again:
-        return step.planner
-    profile = step.profile
+        return form.planner
+    profile = form.profile
     whole = dataclasses.replace(profile.op_graph, again={})
-    return step.planner_for("auto", whole, dataclasses.replace(profile.costs, again_s=profile.costs.time_s))
+    return form.planner_for("auto", whole, dataclasses.replace(profile.costs, again_s=profile.costs.time_s))
 
 
-def smallest_budget(planners: list, best: dict, most_s: float, plain_bytes: int, time_limit_s: float) -> dict:
-    """Bisects for the smallest budget at which one of the planners finds a plan that takes at most `most_s`.
+def smallest_budget(joint: JointPlanner, best: dict, most_s: float, plain_bytes: int, time_limit_s: float) -> dict:
+    """Bisects for the smallest budget at which a plan is found that takes at most `most_s`.
 
     Args:
-        planners: One per step among which there is a choice.
+        joint: Plans the step.
         best: A budget for which such a plan is known.
         most_s: Cost.
         plain_bytes: Peak of the unmodified step.
         time_limit_s: For each plan.
     """
-    import checkmate_tf
-
-    low = min(each.needed_bytes for each in planners)  # less is proven to be too little
+    low = joint.needed_bytes  # less is proven to be too little
     while best["budget_bytes"] - low > PRECISION * plain_bytes:
         budget = (best["budget_bytes"] + low) // 2
-        plans = []
-        for each in planners:
-            with contextlib.suppress(checkmate_tf.CheckmateError):
-                plans.append(each.find(budget, time_limit_s=time_limit_s))
-        cheapest = min((plan.time_s for plan in plans if plan is not None), default=None)
-        if cheapest is None or cheapest > most_s:
+        plan = joint.find(budget, time_limit_s=time_limit_s)
+        if plan is None or plan.time_s > most_s:
             low = budget
         else:
-            best = {"budget_bytes": budget, "predicted_s": cheapest}
+            best = {"budget_bytes": budget, "predicted_s": plan.time_s, "taken": len(plan.chosen)}
     return best
 
 

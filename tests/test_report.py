@@ -70,6 +70,12 @@ def test_reports_are_frozen():
         full_report().budget_bytes = 1
 
 
+def test_equivalents_that_write_more_say_so():
+    rows = [ImplementationRow("pooling_by_places", name, -MIB) for name in ("pool1", "pool2")]
+    text = str(full_report(implementations=[*rows, ImplementationRow("batch_norm", "bn", 30 * MIB)]))
+    assert "pooling_by_places x 2 (2.00 MiB more written), batch_norm x 1 (30.00 MiB less written)" in text
+
+
 def test_overhead_is_measured_where_both_times_are():
     assert full_report().overhead == pytest.approx(1.05)
     assert full_report(measured_step_s=None).overhead == 1.08

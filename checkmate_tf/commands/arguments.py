@@ -23,9 +23,10 @@ def add_implementations(parser: argparse.ArgumentParser) -> None:
     """Declares whether ops may be replaced by leaner equivalents."""
     parser.add_argument(
         "--implementations",
-        choices=["exact", "fused"],
+        choices=["exact", "fused", "gist"],
         default="exact",
-        help="the model's own ops, or leaner equivalents whose results differ by rounding (default: %(default)s)",
+        help="the model's own ops, leaner equivalents whose results differ by rounding, or Gist's lossless encodings "
+        "(default: %(default)s)",
     )
 
 

@@ -49,7 +49,9 @@ def compute(
     ]
     curve = sweep(
         curve,
-        lambda strategy: profiled.planner_for(strategy, profiled.profile.op_graph, costs),
+        lambda strategy: profiled.joint(
+            lambda form: form.planner_for(strategy, form.profile.op_graph, form.profile.costs)
+        ),
         strategies,
         sizes,
         time_limit_s=settings.time_limit_s,

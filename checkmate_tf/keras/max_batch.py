@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -20,6 +21,8 @@ from checkmate_tf.keras import batch, fingerprint
 from checkmate_tf.keras.train_step import PlannedTraining, checked_training
 from checkmate_tf.pipeline import PlannedStep, ProfiledStep, Settings
 from checkmate_tf.planning.candidate import Candidate
+from checkmate_tf.planning.joint import NONE
+from checkmate_tf.planning.planner import Planner
 
 _MEASURED_STEPS = 4
 _ALMOST = 1 + 1e-9
@@ -106,9 +109,9 @@ class _Finder:
         self.budget_bytes = profiled.budget_bytes()
         self.kept = BatchTrials(self._path, self._fingerprint(profiled))
         profiled.make_room(self.budget_bytes - profiled.base_bytes)
-        scaled = self._scaled(profiled, data)
+        scaled = _ScaledForms(profiled, lambda form: self._scaled(form, data))
         unmodified = profiled.unmodified()
-        plain = scaled if unmodified is profiled else self._scaled(unmodified, data)
+        plain = scaled.first if unmodified is profiled else self._scaled(unmodified, data)
         self._plain_rows = largest_exactly(lambda size: plain.plain_fits(size, self.budget_bytes), self._rows)
         self._most_rows = largest_exactly(lambda size: scaled.may_fit(size, self.budget_bytes), self._rows)
         if self._most_rows == 0:
@@ -161,13 +164,12 @@ class _Finder:
         size = batch.rows(data)
 
         def plan(progress) -> Candidate | None:
-            return profiled.planner.find(
-                self.budget_bytes, time_limit_s=self._settings.time_limit_s, on_progress=progress
-            )
+            limit_s = self._settings.time_limit_s
+            return profiled.joint().find(self.budget_bytes, time_limit_s=limit_s, on_progress=progress)
 
         def again(candidate: Candidate) -> Candidate | None:
-            step = profiled.profile
-            return profiled.replay(candidate, step.op_graph, step.costs, self.budget_bytes)
+            form = profiled.form(candidate.chosen)
+            return form.replay(candidate, form.profile.op_graph, form.profile.costs, self.budget_bytes)
 
         fits = self._try(profiled, size, again, plan, confirmed=True)
         if fits and measure:
@@ -237,7 +239,8 @@ class _Finder:
         """Runs the planned step, then gives every variable its value back."""
         variables = list(profiled.traced.function.variables)
         values = [variable.numpy() for variable in variables]
-        step = PlannedStep(profiled, self.budget_bytes, self._candidate, profiled.build(self._candidate))
+        form = profiled.form(self._candidate.chosen)
+        step = PlannedStep(form, self.budget_bytes, self._candidate, form.build(self._candidate))
         try:
             for _ in range(_MEASURED_STEPS):
                 step(data)
@@ -255,6 +258,39 @@ class _Finder:
         self.kept.save()
 
 
+class _ScaledForms:
+    """The forms of a step with different alternatives, at sizes at which it was not profiled."""
+
+    def __init__(self, profiled: ProfiledStep, scaled: Callable[[ProfiledStep], _Scaled]):
+        self._profiled = profiled
+        self._make = scaled
+        self._forms: dict[frozenset[str], _Scaled] = {}
+
+    @property
+    def first(self) -> _Scaled:
+        """The step without alternatives."""
+        return self._form(NONE)
+
+    def plan(self, size: int, budget_bytes: int, on_progress) -> Candidate | None:
+        """The cheapest plan within the budget."""
+        joint = self._profiled.joint(lambda form: self._form(form.chosen).planner(size))
+        limit_s = self._profiled.settings.time_limit_s
+        return joint.find(budget_bytes, time_limit_s=limit_s, on_progress=on_progress)
+
+    def replay(self, candidate: Candidate, size: int, budget_bytes: int) -> Candidate | None:
+        """A plan of another size, if it keeps the budget at this one."""
+        return self._form(candidate.chosen).replay(candidate, size, budget_bytes)
+
+    def may_fit(self, size: int, budget_bytes: int) -> bool:
+        """Whether what every schedule needs fits, with the alternatives that need least."""
+        return any(self._form(chosen).may_fit(size, budget_bytes) for chosen in self._profiled.joint().extremes)
+
+    def _form(self, chosen: frozenset[str]) -> _Scaled:
+        if chosen not in self._forms:
+            self._forms[chosen] = self._make(self._profiled.form(chosen))
+        return self._forms[chosen]
+
+
 class _Scaled:
     """A profiled step at sizes that it was not profiled at."""
 
@@ -263,13 +299,12 @@ class _Scaled:
         self._scaling = scaling
         self._plain_order = ready_order(scaling.op_graph)
 
-    def plan(self, size: int, budget_bytes: int, on_progress) -> Candidate | None:
-        """The cheapest plan within the budget."""
+    def planner(self, size: int) -> Planner:
+        """A planner of the step at that size."""
         op_graph, costs = self._scaling.at(size)
-        planner = self._profiled.planner_for(
+        return self._profiled.planner_for(
             self._profiled.settings.strategy, op_graph, costs, more_bytes=self._more_bytes(size)
         )
-        return planner.find(budget_bytes, time_limit_s=self._profiled.settings.time_limit_s, on_progress=on_progress)
 
     def replay(self, candidate: Candidate, size: int, budget_bytes: int) -> Candidate | None:
         """A plan of another size, if it keeps the budget at this one."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import logging
 import os
-import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -16,16 +14,15 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
-from checkmate_tf._files import write_atomically
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.lowering.arena import exact_chunks
 from checkmate_tf.lowering.device import uncounted_below_bytes
 from checkmate_tf.lowering.extract import ExtractedStep
+from checkmate_tf.lowering.profile_cache import OpProfile, ProfileCache
 from checkmate_tf.lowering.rebuild import as_function, call_unoptimized
 
 _log = logging.getLogger(__name__)
 
-_CACHE_VERSION = 2
 _SMALL_BYTES = 1 << 14  # ops that touch nothing larger are given _SMALL_OP_S unmeasured, without workspace,
 _SCRATCH_KINDS = ("Conv", "Pool")  # but for those with this in their type, which take MiB of it for the smallest tensor
 _SMALL_OP_S = 2e-6
@@ -35,25 +32,9 @@ _MOST_REPEATS = 15
 _KNOWN_BYTES = 4096  # inputs up to this size are part of an op's signature where their value is known
 _BLOCK_MARGIN_BYTES = 256 << 20
 _POOLING = frozenset({"MaxPool", "MaxPool3D"})
+_BEHIND_POOLING = "MaxPoolGrad"  # measured behind max pooling: oneDNN's gradient uses what that has kept
 _POOLED_ITEM_BYTES = 4  # oneDNN pools float32 here
 _CONTROL_FLOW = frozenset({"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"})
-
-
-@dataclasses.dataclass(frozen=True)
-class OpProfile:
-    """What one kind of op was seen to do.
-
-    Attributes:
-        time_s: Seconds per run (least of several).
-        workspace_bytes: Bytes beside inputs and outputs at the op's own peak.
-        takeover: Positions of the inputs whose storage the first output takes over when they die there.
-        alias: Position of the input whose storage the first output shares even when it lives on, or None.
-    """
-
-    time_s: float
-    workspace_bytes: int
-    takeover: tuple[int, ...] = ()
-    alias: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +72,7 @@ def profile(
         on_progress: Called with (ops done, ops to do).
     """
     graph = step.op_graph
-    cache = _Cache(cache_dir, device)
+    cache = ProfileCache(cache_dir, device)
     nodes = {node.name: node for node in [*step.traced.graph_def.node, *step.traced.again.values()]}
     names = {op: graph.names[op] for op in range(graph.n) if _matters(step, op)}
     reruns = {op: step.traced.again[names[op]].name for op in graph.again if op in names}
@@ -195,9 +176,17 @@ def _measure(step: ExtractedStep, nodes: dict, name: str, device: str) -> OpProf
     operation = step.graph.get_operation_by_name(name)
     known = {k: v for k, t in enumerate(operation.inputs) if (v := _known_value(t)) is not None}
     arguments = {k: _argument(t) for k, t in enumerate(operation.inputs) if k not in known}
+    pooling_s = pooling_bytes = 0
+    if operation.type == _BEHIND_POOLING:
+        del arguments[1]  # the pooled values are made
+        alone = [_placeholder("input0", operation.inputs[0]), _pooling(nodes[operation.name])]
+        pool = as_function(graph_pb2.GraphDef(node=alone), ["input0:0"], ["pooling:0"], [])
+        pooling_s, pooling_bytes = _time_and_peak(lambda: call_unoptimized(pool, [arguments[0]]), device)
     run = _single_op(nodes[operation.name], operation, known, fresh=None)
     _check_shapes(call_unoptimized(run, list(arguments.values())), operation)
     time_s, extra = _time_and_peak(lambda: call_unoptimized(run, list(arguments.values())), device)
+    time_s = max(_SMALL_OP_S, time_s - pooling_s)
+    extra -= pooling_bytes
     out = [_nbytes(t) for t in operation.outputs]
     uncounted = uncounted_below_bytes(device)
     seen = out[0] >= max(uncounted, _SMALL_BYTES)
@@ -208,7 +197,8 @@ def _measure(step: ExtractedStep, nodes: dict, name: str, device: str) -> OpProf
     for k in same_size:
         others = [value for j, value in arguments.items() if j != k]
         run = _single_op(nodes[operation.name], operation, known, fresh=k)
-        if _peak_bytes(lambda f=run, a=others: call_unoptimized(f, a), device) < extra + out[0] // 2:
+        peak = _peak_bytes(lambda f=run, a=others: call_unoptimized(f, a), device) - pooling_bytes
+        if peak < extra + out[0] // 2:
             takeover.append(k)
     counted = sum(size for size in out if size >= uncounted)
     return OpProfile(time_s, max(0, extra - counted), tuple(takeover))
@@ -241,13 +231,29 @@ def _single_op(
             )
             empty = graph_def.node.add(name=name, op="Empty", input=[f"{name}_shape"])
             empty.attr["dtype"].type = dtype
+        elif k == 1 and original.op == _BEHIND_POOLING:
+            graph_def.node.append(_pooling(original))
+            node.input[k] = "pooling"
         else:
-            placeholder = graph_def.node.add(name=name, op="Placeholder")
-            placeholder.attr["dtype"].type = dtype
-            placeholder.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
+            graph_def.node.append(_placeholder(name, tensor))
             feeds.append(f"{name}:0")
     graph_def.node.append(node)
     return as_function(graph_def, feeds, [t.name for t in operation.outputs], [])
+
+
+def _placeholder(name: str, tensor: tf.Tensor) -> node_def_pb2.NodeDef:
+    placeholder = node_def_pb2.NodeDef(name=name, op="Placeholder")
+    placeholder.attr["dtype"].type = tensor.dtype.as_datatype_enum
+    placeholder.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
+    return placeholder
+
+
+def _pooling(gradient: node_def_pb2.NodeDef) -> node_def_pb2.NodeDef:
+    """The max pooling of `input0` that a gradient belongs to."""
+    pooling = node_def_pb2.NodeDef(name="pooling", op="MaxPool", input=["input0"])
+    for name in ("T", "ksize", "strides", "padding", "data_format"):
+        pooling.attr[name].CopyFrom(gradient.attr[name])
+    return pooling
 
 
 def _constant(name: str, value: np.ndarray, dtype: int) -> node_def_pb2.NodeDef:
@@ -360,69 +366,3 @@ def _follow(storage: np.ndarray) -> np.ndarray:
     while not np.array_equal(storage[storage], storage):
         storage = storage[storage]
     return storage
-
-
-class _Cache:
-    """Profiles on disk: one JSON file per device and TensorFlow version. Anything unexpected is ignored."""
-
-    def __init__(self, folder: str | os.PathLike | None, device: str):
-        details = tf.config.experimental.get_device_details
-        physical = [d for d in tf.config.list_physical_devices() if d.device_type in device.upper()]
-        self._header = {
-            "version": _CACHE_VERSION,
-            "tensorflow": tf.__version__,
-            "device": device,
-            "details": str(details(physical[0])) if physical and physical[0].device_type != "CPU" else "",
-            "cores": os.cpu_count(),
-            "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", ""),
-            "uncounted_below_bytes": uncounted_below_bytes(device),
-        }
-        self.ops: dict[str, OpProfile] = {}
-        name = hashlib.sha256(json.dumps(self._header, sort_keys=True).encode()).hexdigest()[:16]
-        self._path = None if folder is None else pathlib.Path(folder) / f"profile-{name}.json"
-        if self._path is not None:
-            self.ops = self._read()
-
-    def _read(self) -> dict[str, OpProfile]:
-        try:
-            content = json.loads(self._path.read_text())
-            if content["header"] != self._header:
-                return {}
-            return {key: _entry(value) for key, value in content["ops"].items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-            _log.warning("Ignoring the profile cache %s, which cannot be read: %s", self._path, error)
-            return {}
-
-    def drop(self, keys: list[str]) -> None:
-        """Forgets entries that cannot be true of their op."""
-        for key in keys:
-            _log.warning("Ignoring an entry of the profile cache %s, which cannot be true of its op.", self._path)
-            del self.ops[key]
-
-    def write(self) -> None:
-        """Replaces the file in one step, keeping what another process has added meanwhile."""
-        if self._path is None:
-            return
-        self.ops = {**self._read(), **self.ops}
-        content = {"header": self._header, "ops": {key: dataclasses.asdict(op) for key, op in self.ops.items()}}
-        try:
-            write_atomically(self._path, json.dumps(content))
-        except OSError as error:
-            _log.warning("The profile cache %s cannot be written: %s", self._path, error)
-
-
-def _entry(value: dict) -> OpProfile:
-    """One cache entry, checked.
-
-    Raises:
-        ValueError: A number is missing or out of range.
-    """
-    time_s, workspace = float(value["time_s"]), int(value["workspace_bytes"])
-    takeover, alias = tuple(int(k) for k in value["takeover"]), value["alias"]
-    if not 0 <= time_s < 1e4 or not 0 <= workspace < 1 << 48 or min(takeover, default=0) < 0:
-        raise ValueError(f"out of range: {value}")
-    if alias is not None and (not isinstance(alias, int) or alias < 0):
-        raise ValueError(f"out of range: {value}")
-    return OpProfile(time_s, workspace, takeover, alias)

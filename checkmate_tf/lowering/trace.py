@@ -14,6 +14,7 @@ from tensorflow.python.training import saver
 from checkmate_tf.lowering import device
 from checkmate_tf.lowering.again import leaner_reruns
 from checkmate_tf.lowering.calls import read_before_calls
+from checkmate_tf.lowering.implementations.pooling import poolings_by_places
 from checkmate_tf.lowering.implementations.rewrite import Fired, rewrite
 from checkmate_tf.lowering.implementations.rule import Rule
 
@@ -87,13 +88,14 @@ def trace(
     kept = [op.name for op in [*(t.op for t in [*graph.inputs, *graph.outputs]), *graph.control_outputs]]
     on_cpu = "CPU" in device.name_of(function.variables)
     rewritten = rewrite(graph, kept, rules, alternatives=alternatives, chosen=chosen, on_cpu=on_cpu)
-    simplified = _simplify(function, rewritten.graph_def)
+    simplified = _simplify(function, rewritten.graph_def, poolings_by_places(rewritten.graph_def.node))
+    poolings_by_places(simplified.node)
     again = leaner_reruns(simplified.node, on_cpu=on_cpu)
     return TracedStep(function, simplified, rewritten.stands_in, rewritten.fired, rewritten.offered, again)
 
 
-def _simplify(function, graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
-    """Runs Grappler on an unplanned graph (on a planned one its rewrites would make cycles)."""
+def _simplify(function, graph_def: graph_pb2.GraphDef, left_alone: Sequence[str] = ()) -> graph_pb2.GraphDef:
+    """Runs Grappler on an unplanned graph (on a planned one its rewrites would make cycles), but for some ops."""
     graph = function.graph
     read_shapes = read_before_calls(graph_def, graph)
     bodies = {body.signature.name: body for body in graph_def.library.function}
@@ -101,7 +103,7 @@ def _simplify(function, graph_def: graph_pb2.GraphDef) -> graph_pb2.GraphDef:
     meta_graph = saver.export_meta_graph(graph_def=graph_def, graph=graph)
     keep = meta_graph_pb2.CollectionDef()
     keep.node_list.value.extend(t.name for t in [*graph.inputs, *graph.outputs])
-    keep.node_list.value.extend(op.name for op in graph.control_outputs)
+    keep.node_list.value.extend([*(op.name for op in graph.control_outputs), *left_alone])
     meta_graph.collection_def["train_op"].CopyFrom(keep)
     config = config_pb2.ConfigProto()
     rewrites = config.graph_options.rewrite_options

@@ -109,11 +109,15 @@ class Planner:
             NoScheduleFound: None was found in time.
         """
         found = self.find(budget_bytes, time_limit_s=time_limit_s, seed=seed, on_progress=on_progress)
-        if found is not None:
-            return found
+        if found is None:
+            raise self.failure(budget_bytes, time_limit_s)
+        return found
+
+    def failure(self, budget_bytes: int, time_limit_s: float) -> InfeasibleBudget | NoScheduleFound:
+        """What to say where no plan was found within a budget, with the smallest budget that was."""
         if budget_bytes < self.needed_bytes:
-            raise self._infeasible(budget_bytes, min(_SEARCH_SHARE * time_limit_s, _MINIMUM_LIMIT_S))
-        raise self._not_found(budget_bytes)
+            return self._infeasible(budget_bytes, min(_SEARCH_SHARE * time_limit_s, _MINIMUM_LIMIT_S))
+        return self._not_found(budget_bytes)
 
     def find(
         self,

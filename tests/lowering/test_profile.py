@@ -86,6 +86,22 @@ def test_tiny_convolutions_are_measured_as_their_gradients_take_much_workspace()
     assert result.costs.workspace_bytes[kinds.index("Conv2DBackpropFilter")] > 1 << 20
 
 
+def test_the_gradient_of_max_pooling_is_measured_behind_its_pooling():
+    """Alone, oneDNN's gradient pools again; it then took the input's storage over and most of it as workspace."""
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.nn.max_pool2d(x, 2, 2, "SAME")
+        return tape.gradient(y, x)
+
+    result = profile(extracted(gradient, (8, 64, 64, 16)), DEVICE)
+    op = result.op_graph.types.index("MaxPoolGrad")
+    assert result.op_graph.takeover[op] == ()
+    assert result.costs.workspace_bytes[op] < 8 * 64 * 64 * 16 * 4 // 4
+    assert result.costs.time_s[op] > 0
+
+
 def test_renaming_that_is_only_found_by_measuring_shares_storage():
     def run(x):
         return tf.sin(tf.raw_ops.Slice(input=tf.tanh(x), begin=tf.cast(x[0, :2] * 0, tf.int32), size=[512, 1024]))

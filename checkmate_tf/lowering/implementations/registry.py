@@ -1,6 +1,14 @@
 """Which rules each value of `implementations=` stands for, in the order in which they are applied.
 
-Alternatives are not better in every respect: each place where one could stand is a choice of its own.
+Alternatives are not better in every respect: each place where one could stand is a choice of its own. "gist" puts the
+same ones wherever they can be, a baseline for comparison: the lossless encodings of Gist without its sparse storage,
+whose size is not known beforehand; ops take storage over in place in every step.
+
+Dropout by its seed instead of its mask needs none: Keras draws from a seed that a variable holds and that is read once,
+so a schedule that computes the mask again draws the same one.
+
+References:
+    Jain et al., Gist: Efficient Data Encoding for Deep Neural Network Training, ISCA 2018.
 """
 
 from __future__ import annotations
@@ -10,10 +18,13 @@ from collections.abc import Mapping
 from checkmate_tf.lowering.implementations.batch_norm import BATCH_NORM
 from checkmate_tf.lowering.implementations.gelu import GELU
 from checkmate_tf.lowering.implementations.layer_norm import LAYER_NORM
+from checkmate_tf.lowering.implementations.masks import RELU6_FROM_MASK, RELU_FROM_MASK
 from checkmate_tf.lowering.implementations.padding import PADDED_CONVOLUTION, PADDED_DEPTHWISE_CONVOLUTION
 from checkmate_tf.lowering.implementations.pointwise import POINTWISE_FILTER_GRADIENT
 from checkmate_tf.lowering.implementations.pooling import POOLING_BY_PLACES
 from checkmate_tf.lowering.implementations.rule import Rule
+
+_LEANER_GRADIENTS = (POOLING_BY_PLACES, RELU_FROM_MASK, RELU6_FROM_MASK)
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "exact": (),
@@ -25,6 +36,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         PADDED_DEPTHWISE_CONVOLUTION,
         POINTWISE_FILTER_GRADIENT,
     ),
+    "gist": _LEANER_GRADIENTS,
 }
 
-ALTERNATIVES: Mapping[str, tuple[Rule, ...]] = {"exact": (), "fused": (POOLING_BY_PLACES,)}
+ALTERNATIVES: Mapping[str, tuple[Rule, ...]] = {"exact": (), "fused": _LEANER_GRADIENTS, "gist": ()}

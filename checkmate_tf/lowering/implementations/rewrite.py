@@ -25,11 +25,13 @@ class Fired:
     Attributes:
         rule: Name of the rule.
         where: Name of the op at which its pattern was found.
+        gradient: Name of the last of the ops that made what it replaces: of a gradient, if there is one.
         saved_bytes: Bytes of the tensors that the pattern's ops made, less those that its replacement makes.
     """
 
     rule: str
     where: str
+    gradient: str
     saved_bytes: int
 
 
@@ -106,17 +108,17 @@ class _Pass:
         """Applies a rule where its pattern is found: everywhere, or at the chosen ops."""
         view, found = self._matches(rule)
         found = [place for place in found if chosen is None or place[0] in chosen]
-        edits = [self._edit(view, rule, match, template) for _, match, template in found]
+        edits = [self._edit(view, rule, *place) for place in found]
         kept = possible(self.nodes, edits) if edits else []
         if kept:
             self.nodes = edited(self.nodes, [edits[k] for k in kept])
             self._prune()
-        return [_fired(rule, view, *found[k]) for k in kept]
+        return [self._fired(rule, view, *found[k]) for k in kept]
 
     def found(self, rule: Rule) -> list[Fired]:
         """Where a rule could be applied."""
         view, found = self._matches(rule)
-        return [_fired(rule, view, *place) for place in found]
+        return [self._fired(rule, view, *place) for place in found]
 
     def _matches(self, rule: Rule) -> tuple[GraphView, list[tuple[str, Match, Template]]]:
         view = GraphView(self.nodes, self._specs, self._kept)
@@ -125,9 +127,9 @@ class _Pass:
         places = ((name, search.find(Site(view, name, self._on_cpu))) for name in names)
         return view, [(name, *found) for name, found in places if found is not None]
 
-    def _edit(self, view: GraphView, rule: Rule, match: Match, template: Template) -> Edit:
+    def _edit(self, view: GraphView, rule: Rule, where: str, match: Match, template: Template) -> Edit:
         """The new nodes of one match, and who is to read them."""
-        origins = self._origins(match, template)
+        origins = self._origins(match, template, where)
         names = [
             f"{origins[k]}/{rule.name}/{node.node_def.name.replace('/', '_')}" for k, node in enumerate(template.nodes)
         ]
@@ -146,22 +148,23 @@ class _Pass:
             new.append(made)
             self.stands_in[names[k]] = self.stands_in.get(origins[k], origins[k])
             self._specs.update({(names[k], i): spec for i, spec in enumerate(node.outputs)})
-        refs = template.outputs.items()
+        refs = [(part, ref) for part, ref in template.outputs.items() if part in match.outputs]
         return Edit(
             tuple(new),
             {match.outputs[part]: tensor(ref) for part, ref in refs if part not in match.terms},
             {match.outputs[part][0]: (match.terms[part], tensor(ref)) for part, ref in refs if part in match.terms},
         )
 
-    def _origins(self, match: Match, template: Template) -> list[str]:
+    def _origins(self, match: Match, template: Template, where: str) -> list[str]:
         """For each new node, the node whose place it takes: the first made of those that give the outputs it serves.
 
-        What serves nothing but gradients thus takes a place in the backward pass.
+        What serves nothing but gradients thus takes a place in the backward pass, but for outputs that the pattern
+        does not have: those take the place of the op at which the pattern was found.
         """
         place = {
             part: max((t[0] for t in match.terms[part]), key=self._place)
             if part in match.terms
-            else match.outputs[part][0]
+            else match.outputs.get(part, (where, 0))[0]
             for part in template.outputs
         }
         origins: list[str | None] = [None] * len(template.nodes)
@@ -173,6 +176,12 @@ class _Pass:
                     origins[k] = place[part]
                     todo += [r.node for r in template.nodes[k].reads if r.node is not None]
         return origins
+
+    def _fired(self, rule: Rule, view: GraphView, where: str, match: Match, template: Template) -> Fired:
+        made = sum(_made_bytes(view.nodes[node].op, view.output_specs(node)) for node in match.inside)
+        makes = sum(_made_bytes(node.node_def.op, node.outputs) for node in template.nodes)
+        last = max((name for name, _ in match.outputs.values()), key=self._place)
+        return Fired(rule.name, where, last, made - makes)
 
     def _place(self, name: str) -> int:
         return self._created[self.stands_in.get(name, name)]
@@ -231,12 +240,6 @@ def _is_self_contained(view: GraphView, match: Match) -> bool:
     inner = {name for name in match.inside if view.nodes[name].op != "Const"} - outputs
     sums = {match.outputs[part][0] for part in match.terms}
     return not (inner | outputs) & view.kept and all(view.users(name) <= match.inside | sums for name in inner)
-
-
-def _fired(rule: Rule, view: GraphView, where: str, match: Match, template: Template) -> Fired:
-    made = sum(_made_bytes(view.nodes[node].op, view.output_specs(node)) for node in match.inside)
-    makes = sum(_made_bytes(node.node_def.op, node.outputs) for node in template.nodes)
-    return Fired(rule.name, where, made - makes)
 
 
 def _made_bytes(kind: str, outputs: Sequence[tf.TensorSpec]) -> int:

@@ -78,9 +78,11 @@ class Rule:
     """A computation and its equivalent, both written in TensorFlow.
 
     Pattern and replacement are functions from the inputs of a variant, as keyword arguments, to a dict of
-    named outputs. The pattern is traced with the shapes and dtypes of the site, gradients included, and
-    has to be found node by node, attribute by attribute and constant by constant. So what a match proves
-    is all that the pattern says: axes, shapes, dtypes, the place of the epsilon, which gradients exist.
+    named outputs. What the forward pass is to make for gradients only, the replacement returns under a name
+    that the pattern does not have. The pattern is traced with the shapes and dtypes of the site, gradients
+    included, and has to be found node by node, attribute by attribute and constant by constant. So what a
+    match proves is all that the pattern says: axes, shapes, dtypes, the place of the epsilon, which
+    gradients exist.
 
     Attributes:
         name: Name in reports.

@@ -1,0 +1,102 @@
+"""What was measured of ops, and where that is kept between runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import pathlib
+
+import tensorflow as tf
+
+from checkmate_tf._files import write_atomically
+from checkmate_tf.lowering.device import uncounted_below_bytes
+
+_log = logging.getLogger(__name__)
+
+_VERSION = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class OpProfile:
+    """What one kind of op was seen to do.
+
+    Attributes:
+        time_s: Seconds per run (least of several).
+        workspace_bytes: Bytes beside inputs and outputs at the op's own peak.
+        takeover: Positions of the inputs whose storage the first output takes over when they die there.
+        alias: Position of the input whose storage the first output shares even when it lives on, or None.
+    """
+
+    time_s: float
+    workspace_bytes: int
+    takeover: tuple[int, ...] = ()
+    alias: int | None = None
+
+
+class ProfileCache:
+    """Profiles on disk: one JSON file per device and TensorFlow version. Anything unexpected is ignored."""
+
+    def __init__(self, folder: str | os.PathLike | None, device: str):
+        details = tf.config.experimental.get_device_details
+        physical = [d for d in tf.config.list_physical_devices() if d.device_type in device.upper()]
+        self._header = {
+            "version": _VERSION,
+            "tensorflow": tf.__version__,
+            "device": device,
+            "details": str(details(physical[0])) if physical and physical[0].device_type != "CPU" else "",
+            "cores": os.cpu_count(),
+            "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", ""),
+            "uncounted_below_bytes": uncounted_below_bytes(device),
+        }
+        self.ops: dict[str, OpProfile] = {}
+        name = hashlib.sha256(json.dumps(self._header, sort_keys=True).encode()).hexdigest()[:16]
+        self._path = None if folder is None else pathlib.Path(folder) / f"profile-{name}.json"
+        if self._path is not None:
+            self.ops = self._read()
+
+    def _read(self) -> dict[str, OpProfile]:
+        try:
+            content = json.loads(self._path.read_text())
+            if content["header"] != self._header:
+                return {}
+            return {key: _entry(value) for key, value in content["ops"].items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+            _log.warning("Ignoring the profile cache %s, which cannot be read: %s", self._path, error)
+            return {}
+
+    def drop(self, keys: list[str]) -> None:
+        """Forgets entries that cannot be true of their op."""
+        for key in keys:
+            _log.warning("Ignoring an entry of the profile cache %s, which cannot be true of its op.", self._path)
+            del self.ops[key]
+
+    def write(self) -> None:
+        """Replaces the file in one step, keeping what another process has added meanwhile."""
+        if self._path is None:
+            return
+        self.ops = {**self._read(), **self.ops}
+        content = {"header": self._header, "ops": {key: dataclasses.asdict(op) for key, op in self.ops.items()}}
+        try:
+            write_atomically(self._path, json.dumps(content))
+        except OSError as error:
+            _log.warning("The profile cache %s cannot be written: %s", self._path, error)
+
+
+def _entry(value: dict) -> OpProfile:
+    """One cache entry, checked.
+
+    Raises:
+        ValueError: A number is missing or out of range.
+    """
+    time_s, workspace = float(value["time_s"]), int(value["workspace_bytes"])
+    takeover, alias = tuple(int(k) for k in value["takeover"]), value["alias"]
+    if not 0 <= time_s < 1e4 or not 0 <= workspace < 1 << 48 or min(takeover, default=0) < 0:
+        raise ValueError(f"out of range: {value}")
+    if alias is not None and (not isinstance(alias, int) or alias < 0):
+        raise ValueError(f"out of range: {value}")
+    return OpProfile(time_s, workspace, takeover, alias)

@@ -1,0 +1,156 @@
+"""Which alternatives to take, chosen together with the schedule.
+
+Alternatives are taken op by op, and which of them pay depends on the schedule: one that needs less until the gradient
+is worth its time only where memory is full meanwhile. So schedule and choice are improved in turns: from the plan that
+is found with one choice follows the next.
+
+References:
+    Shah et al., Memory Optimization for Deep Networks (MONeT), ICLR 2021: one implementation per op, chosen with the
+    schedule, there in one integer program (equations 5, 8, 9).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from checkmate_tf.planning.candidate import Candidate
+from checkmate_tf.planning.planner import Planner
+
+_FIRST_SHARE = 0.4  # of the time limit, to find out which alternatives to take; the rest goes to the best choice
+_MOST_CHOICES = 4
+_FULL = 0.98  # of a plan's peak; where as much is in use, bytes less would make room
+
+NONE: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where an alternative can be taken.
+
+    Attributes:
+        rule: Name of the alternative.
+        where: Name of the forward op.
+        gradient: Name of the gradient op, until which it needs less.
+    """
+
+    rule: str
+    where: str
+    gradient: str
+
+
+class JointPlanner:
+    """Plans a step for any budget, and chooses its alternatives.
+
+    Args:
+        planner_of: The planner of the step with alternatives at the ops of these names; called once for each choice.
+        sites: Where they can be taken.
+    """
+
+    def __init__(self, planner_of: Callable[[frozenset[str]], Planner], sites: Sequence[Site]):
+        self._planner_of = planner_of
+        self._planners: dict[frozenset[str], Planner] = {}
+        self._sites = tuple(sites)
+        self._all = frozenset(site.where for site in sites)
+
+    @property
+    def needed_bytes(self) -> int:
+        """A budget below which no plan was found to be possible, with none and with all alternatives: proven."""
+        return min(self._planner(chosen).needed_bytes for chosen in self.extremes)
+
+    @property
+    def extremes(self) -> tuple[frozenset[str], ...]:
+        """No alternative and all of them, which is the same where there are none."""
+        return tuple(dict.fromkeys((NONE, self._all)))
+
+    def plan(self, budget_bytes: int, *, time_limit_s: float, on_progress: Callable | None = None) -> Candidate:
+        """As `find`.
+
+        Raises:
+            InfeasibleBudget, NoScheduleFound: As `Planner.plan` does, for the step that needs less: with all
+                alternatives or with none.
+        """
+        found = self.find(budget_bytes, time_limit_s=time_limit_s, on_progress=on_progress)
+        if found is None:
+            least = min(map(self._planner, self.extremes), key=lambda planner: planner.needed_bytes)
+            raise least.failure(budget_bytes, time_limit_s)
+        return found
+
+    def find(
+        self, budget_bytes: int, *, time_limit_s: float, seed: int = 0, on_progress: Callable | None = None
+    ) -> Candidate | None:
+        """The cheapest plan that was found within a budget, over all choices that were tried, or None.
+
+        Where the step fits as it is, no alternative is tried.
+
+        Args:
+            budget_bytes: Everything included.
+            time_limit_s: Seconds for all searches together; what a choice takes to be traced and profiled is not in it.
+            seed: Of the searches.
+            on_progress: As for `Planner.plan`.
+        """
+        how = {"seed": seed, "on_progress": on_progress}
+        if not self._sites or self._planner(NONE).store_all().peak_bytes <= budget_bytes:
+            return self._find(NONE, budget_bytes, time_limit_s=time_limit_s, **how)
+        limit_s = _FIRST_SHARE * time_limit_s / _MOST_CHOICES
+        found: dict[frozenset[str], Candidate | None] = {}
+        following = list(self.extremes)
+        while following and len(found) < _MOST_CHOICES:
+            chosen = following.pop(0)
+            found[chosen] = self._find(chosen, budget_bytes, time_limit_s=limit_s, **how)
+            best = _cheapest(found.values())
+            if not following and best is not None:
+                following = [better for better in [self.chosen_for(best)] if better not in found]
+        chosen = self._all if best is None else best.chosen
+        left_s = time_limit_s - len(found) * limit_s
+        return _cheapest([best, self._find(chosen, budget_bytes, time_limit_s=left_s, **how)])
+
+    def minimum(self) -> Candidate:
+        """The plan with the lowest peak that was found, with no alternative or with all."""
+        plans = [dataclasses.replace(self._planner(chosen).minimum(), chosen=chosen) for chosen in self.extremes]
+        return min(plans, key=lambda plan: plan.peak_bytes)
+
+    def chosen_for(self, plan: Candidate) -> frozenset[str]:
+        """The sites at which an alternative makes room in a plan: those that hold something where memory is full.
+
+        What the plan computes again between there and the gradient, it does not hold.
+        """
+        full = np.flatnonzero(plan.memory.in_use_bytes >= _FULL * plan.memory.peak_bytes)
+        return frozenset(site.where for site in self._sites if _is_held(site, plan, full))
+
+    def _find(self, chosen: frozenset[str], budget_bytes: int, **how) -> Candidate | None:
+        found = self._planner(chosen).find(budget_bytes, **how)
+        return None if found is None else dataclasses.replace(found, chosen=chosen)
+
+    def _planner(self, chosen: frozenset[str]) -> Planner:
+        if chosen not in self._planners:
+            self._planners[chosen] = self._planner_of(chosen)
+        return self._planners[chosen]
+
+
+def _cheapest(plans) -> Candidate | None:
+    return min((plan for plan in plans if plan is not None), key=lambda plan: plan.time_s, default=None)
+
+
+def _is_held(site: Site, plan: Candidate, full: np.ndarray) -> bool:
+    """Whether a site's forward op has run for the last time before its gradient when memory is full."""
+    forward, gradient = (_steps(plan, name, site.rule) for name in (site.where, site.gradient))
+    if not len(forward) or not len(gradient):  # TensorFlow has merged it with others
+        return True
+    last = gradient[-1]
+    return bool(np.any((full > forward[forward < last].max(initial=-1)) & (full <= last)))
+
+
+def _steps(plan: Candidate, name: str, rule: str) -> np.ndarray:
+    """The steps at which an op runs, or those that an alternative has put in its place."""
+    names = plan.op_graph.names
+    return np.array(
+        [
+            step
+            for step, op in enumerate(plan.plan.ops.tolist())
+            if names[op] == name or names[op].startswith(f"{name}/{rule}/")
+        ],
+        dtype=np.int64,
+    )

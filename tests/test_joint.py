@@ -1,0 +1,148 @@
+"""Alternatives are chosen with the schedule: the cheapest choice is planned, within the time, where memory is full."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkmate_tf.errors import NoScheduleFound
+from checkmate_tf.planning.candidate import Candidate
+from checkmate_tf.planning.joint import NONE, JointPlanner, Site
+
+SITES = tuple(Site("leaner", f"forward{k}", f"backward{k}") for k in range(3))
+ALL = frozenset(site.where for site in SITES)
+LIMIT_S = 10.0
+
+
+def plan_of(ops, in_use_bytes, *, names=None, time_s=1.0) -> Candidate:
+    """A plan that runs ops by name, with so many bytes in use at each step."""
+    names = names or tuple(dict.fromkeys(ops))
+    graph = SimpleNamespace(names=names)
+    memory = SimpleNamespace(in_use_bytes=np.array(in_use_bytes), peak_bytes=max(in_use_bytes))
+    plan = SimpleNamespace(ops=np.array([names.index(op) for op in ops]))
+    return Candidate(graph, None, plan, memory, peak_bytes=max(in_use_bytes), time_s=time_s)
+
+
+STEP = ("forward0", "forward1", "forward2", "backward2", "backward1", "backward0")
+FULL_AT_THE_TURN = (1, 2, 9, 9, 2, 1)
+
+
+class Planner:
+    """Stands in for the planner of one choice: knows what its plan costs."""
+
+    def __init__(self, time_s, *, store_all_bytes=100, needed_bytes=10, smallest_bytes=50, in_use=FULL_AT_THE_TURN):
+        self.time_s, self.needed_bytes, self.smallest_bytes = time_s, needed_bytes, smallest_bytes
+        self.plan = None if time_s is None else plan_of(STEP, in_use, time_s=time_s)
+        self.store_all_bytes = store_all_bytes
+        self.limits_s = []
+
+    def store_all(self):
+        return SimpleNamespace(peak_bytes=self.store_all_bytes)
+
+    def find(self, _, *, time_limit_s, **how):
+        assert how.keys() == {"seed", "on_progress"}
+        self.limits_s.append(time_limit_s)
+        return self.plan
+
+    def minimum(self):
+        return dataclasses.replace(plan_of(STEP, FULL_AT_THE_TURN), peak_bytes=self.smallest_bytes)
+
+    def failure(self, *_):
+        return NoScheduleFound(f"needs {self.needed_bytes}")
+
+
+class Planners(dict):
+    """The planners of all choices, which cost 4 unless told otherwise, and the choices that were asked for."""
+
+    def __init__(self, known=(), **others):
+        super().__init__(known)
+        self.others = {"time_s": 4.0, **others}
+
+    def __call__(self, chosen) -> Planner:
+        return self.setdefault(chosen, Planner(**self.others))
+
+
+def limits_s(planners) -> list[float]:
+    return [limit for planner in planners.values() for limit in planner.limits_s]
+
+
+def test_a_step_that_fits_as_it_is_takes_no_alternative():
+    planners = Planners({NONE: Planner(3.0, store_all_bytes=60)})
+    found = JointPlanner(planners, SITES).find(60, time_limit_s=LIMIT_S)
+    assert (found.chosen, found.time_s) == (NONE, 3.0)
+    assert planners.keys() == {NONE}
+
+
+def test_no_alternative_is_taken_where_nothing_is_gained():
+    planners = Planners()
+    assert JointPlanner(planners, SITES).find(60, time_limit_s=LIMIT_S).chosen == NONE
+    assert ALL in planners
+
+
+def test_a_step_without_alternatives_gets_all_the_time():
+    planners = Planners()
+    assert JointPlanner(planners, ()).find(60, time_limit_s=LIMIT_S).chosen == NONE
+    assert limits_s(planners) == [LIMIT_S]
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(1, 9)), min_size=8, max_size=8), st.floats(0.1, 100))
+def test_the_cheapest_choice_of_those_tried_is_planned_within_the_time(costs, limit_s):
+    subsets = [frozenset(s.where for k, s in enumerate(SITES) if mask >> k & 1) for mask in range(8)]
+    planners = Planners({chosen: Planner(cost) for chosen, cost in zip(subsets, costs, strict=True)})
+    found = JointPlanner(planners, SITES).find(60, time_limit_s=limit_s)
+    tried = [planner.time_s for planner in planners.values() if planner.limits_s and planner.time_s is not None]
+    assert (found is None) == (not tried)
+    if found is not None:
+        assert found.time_s == min(tried) == planners[found.chosen].time_s
+        assert {planners[NONE].limits_s[0], planners[ALL].limits_s[0]} == {0.1 * limit_s}
+    assert sum(limits_s(planners)) == pytest.approx(limit_s)
+
+
+def test_the_next_choice_follows_from_the_plan_that_was_found():
+    only_last = frozenset({"forward2"})
+    full_inside = (1, 2, 3, 9, 2, 1)  # full at backward2 alone, after forward0 and forward1 have run again
+    again = plan_of(
+        ("forward0", "forward1", "forward2", "backward2", "forward1", "backward1", "forward0", "backward0"),
+        (1, 2, 9, 9, 2, 2, 2, 1),
+    )
+    joint = JointPlanner(Planners(), SITES)
+    assert joint.chosen_for(plan_of(STEP, full_inside)) == ALL
+    assert joint.chosen_for(again) == only_last
+    all_of_them = Planner(2.0)
+    all_of_them.plan = dataclasses.replace(again, time_s=2.0)
+    planners = Planners({NONE: Planner(3.0), ALL: all_of_them, only_last: Planner(1.0)})
+    found = JointPlanner(planners, SITES).find(60, time_limit_s=LIMIT_S)
+    assert (found.chosen, found.time_s) == (only_last, 1.0)
+
+
+def test_ops_that_an_alternative_made_count_as_those_in_whose_place_they_are():
+    names = tuple(f"{name}/leaner/Op" for name in STEP)
+    assert JointPlanner(Planners(), SITES).chosen_for(plan_of(names, FULL_AT_THE_TURN)) == ALL
+    assert JointPlanner(Planners(), SITES).chosen_for(plan_of(names, (1, 9, 1, 1, 1, 1))) == {"forward0"}
+
+
+def test_an_alternative_whose_ops_were_merged_with_others_is_kept():
+    merged = plan_of(("other", *STEP[3:]), (9, 1, 1, 1))
+    assert JointPlanner(Planners(), SITES).chosen_for(merged) == ALL
+
+
+def test_the_smallest_plan_is_sought_with_no_alternative_and_with_all():
+    for smallest, chosen in (((50, 40), ALL), ((40, 50), NONE)):
+        planners = Planners(
+            {NONE: Planner(1.0, smallest_bytes=smallest[0]), ALL: Planner(1.0, smallest_bytes=smallest[1])}
+        )
+        least = JointPlanner(planners, SITES).minimum()
+        assert (least.peak_bytes, least.chosen) == (40, chosen)
+
+
+def test_what_is_needed_is_the_least_of_both_and_so_is_the_error():
+    planners = Planners({NONE: Planner(None, needed_bytes=30), ALL: Planner(None, needed_bytes=20)}, time_s=None)
+    joint = JointPlanner(planners, SITES)
+    assert joint.needed_bytes == 20
+    with pytest.raises(NoScheduleFound, match="needs 20"):
+        joint.plan(25, time_limit_s=LIMIT_S)
