@@ -100,6 +100,13 @@ class _Pass:
         self._on_cpu = on_cpu
         self._created = {node.name: k for k, node in enumerate(nodes)}
         self._prune()
+        self._seen = self.nodes, GraphView(self.nodes, specs, kept)
+
+    def _view(self) -> GraphView:
+        """The graph as it is now."""
+        if self._seen[0] is not self.nodes:
+            self._seen = self.nodes, GraphView(self.nodes, self._specs, self._kept)
+        return self._seen[1]
 
     def open(self, library: function_pb2.FunctionDefLibrary, rules: Sequence[Rule]) -> None:
         """Puts compiled functions in place of their calls, where the rules take all that needed them."""
@@ -143,7 +150,7 @@ class _Pass:
         return [_fired(rule, view, *place) for place in found]
 
     def _matches(self, rule: Rule) -> tuple[GraphView, list[tuple[str, Match, Template]]]:
-        view = GraphView(self.nodes, self._specs, self._kept)
+        view = self._view()
         search = _Search(rule, view)
         names = [node.name for node in self.nodes if node.op == rule.anchor]
         places = ((name, search.find(Site(view, name, self._on_cpu))) for name in names)
