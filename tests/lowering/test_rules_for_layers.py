@@ -199,3 +199,19 @@ def test_a_shared_weight_matrix_has_one_gradient_for_all_batches():
     graph = extract(training.fused()).op_graph
     by_batch = 4 * 2 * 8 * 5 * 4
     assert by_batch not in graph.tensor_bytes[np.flatnonzero(graph.is_gradient[graph.producer])]
+
+
+@pytest.fixture
+def _float64():
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.usefixtures("_float64")
+def test_rules_for_layers_are_for_float32():
+    mean = averaged(lambda x: tf.reduce_mean(x, (1, 2), keepdims=True))
+    for model in (grouped(padding="same"), mean, attention()):
+        assert Training(model, numbers(4, *model.input.shape[1:])).fired() == []
