@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
-from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2, tensor_shape_pb2
+from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.ops import handle_data_util
 
@@ -19,7 +19,7 @@ _READ = "ReadVariableOp"
 _PURE = "_of_values"  # ends the names of the functions that are made here
 
 
-def read_before_calls(graph_def: graph_pb2.GraphDef, graph: tf.Graph) -> dict[str, tensor_shape_pb2.TensorShapeProto]:
+def read_before_calls(graph_def: graph_pb2.GraphDef, graph: tf.Graph) -> dict[str, tf.TensorSpec]:
     """Changes such calls in `graph_def`, which must be that of `graph`; ops keep their names.
 
     Args:
@@ -27,9 +27,9 @@ def read_before_calls(graph_def: graph_pb2.GraphDef, graph: tf.Graph) -> dict[st
         graph: Where the variables' shapes are known.
 
     Returns:
-        Name of each new read -> shape of what it reads.
+        Name of each new read -> shape and dtype of what it reads.
     """
-    shapes = {}
+    specs = {}
     bodies = {body.signature.name: body for body in graph_def.library.function}
     for node in list(graph_def.node):
         body = bodies.get(node.attr["f"].func.name) if node.op == _CALL else None
@@ -39,9 +39,9 @@ def read_before_calls(graph_def: graph_pb2.GraphDef, graph: tf.Graph) -> dict[st
         reads = [_read_node(node, k, graph) for k in variables]
         if None in reads:
             continue
-        for k, (read, shape) in zip(variables, reads, strict=True):
+        for k, (read, spec) in zip(variables, reads, strict=True):
             graph_def.node.append(read)
-            shapes[read.name] = shape
+            specs[read.name] = spec
             node.input[k] = read.name
             node.attr["Tin"].list.type[k] = read.attr["dtype"].type
         pure = _of_values(body, {k: read.attr["dtype"].type for k, (read, _) in zip(variables, reads, strict=True)})
@@ -50,7 +50,7 @@ def read_before_calls(graph_def: graph_pb2.GraphDef, graph: tf.Graph) -> dict[st
             bodies[pure.signature.name] = pure
         node.op = _PURE_CALL
         node.attr["f"].func.name = pure.signature.name
-    return shapes
+    return specs
 
 
 def _only_reads(body: function_pb2.FunctionDef, bodies: Mapping[str, function_pb2.FunctionDef]) -> bool:
@@ -79,8 +79,8 @@ def _has_state(node: node_def_pb2.NodeDef, bodies: Mapping[str, function_pb2.Fun
 
 def _read_node(
     call: node_def_pb2.NodeDef, argument: int, graph: tf.Graph
-) -> tuple[node_def_pb2.NodeDef, tensor_shape_pb2.TensorShapeProto] | None:
-    """A read, at the time of the call, of the variable that it is given, and its shape; None if that is unknown."""
+) -> tuple[node_def_pb2.NodeDef, tf.TensorSpec] | None:
+    """A read, at the time of the call, of the variable that it is given, and what it gives; None if that is unknown."""
     handle = graph.get_operation_by_name(call.name).inputs[argument]
     known = handle_data_util.get_resource_handle_data(handle)
     if known is None or not known.is_set or len(known.shape_and_type) != 1:
@@ -88,7 +88,7 @@ def _read_node(
     read = node_def_pb2.NodeDef(name=f"{call.name}/read_{argument}", op=_READ, device=call.device)
     read.input.extend([call.input[argument], *(name for name in call.input if name.startswith("^"))])
     read.attr["dtype"].type = known.shape_and_type[0].dtype
-    return read, known.shape_and_type[0].shape
+    return read, tf.TensorSpec(known.shape_and_type[0].shape, known.shape_and_type[0].dtype)
 
 
 def _of_values(body: function_pb2.FunctionDef, dtypes: Mapping[int, int]) -> function_pb2.FunctionDef:

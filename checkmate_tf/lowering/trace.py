@@ -82,22 +82,35 @@ def trace(
         The step, with every shape known that TensorFlow can infer.
     """
     function = tf.function(step, jit_compile=False).get_concrete_function(*args_spec)
-    if not rules and not alternatives:
-        return TracedStep(function, _simplify(function, function.graph.as_graph_def()))
     graph = function.graph
+    graph_def = graph.as_graph_def()
+    reads = read_before_calls(graph_def, graph)
+    if not rules and not alternatives:
+        return TracedStep(function, _simplify(function, graph_def, reads))
+    specs = {
+        (op.name, k): tf.TensorSpec(t.shape, t.dtype) for op in graph.get_operations() for k, t in enumerate(op.outputs)
+    } | {(name, 0): spec for name, spec in reads.items()}
     kept = [op.name for op in [*(t.op for t in [*graph.inputs, *graph.outputs]), *graph.control_outputs]]
     on_cpu = "CPU" in device.name_of(function.variables)
-    rewritten = rewrite(graph, kept, rules, alternatives=alternatives, chosen=chosen, on_cpu=on_cpu)
-    simplified = _simplify(function, rewritten.graph_def, poolings_by_places(rewritten.graph_def.node))
+    rewritten = rewrite(graph_def, specs, kept, rules, alternatives=alternatives, chosen=chosen, on_cpu=on_cpu)
+    simplified = _simplify(function, rewritten.graph_def, reads, poolings_by_places(rewritten.graph_def.node))
     poolings_by_places(simplified.node)
     again = leaner_reruns(simplified.node, on_cpu=on_cpu)
     return TracedStep(function, simplified, rewritten.stands_in, rewritten.fired, rewritten.offered, again)
 
 
-def _simplify(function, graph_def: graph_pb2.GraphDef, left_alone: Sequence[str] = ()) -> graph_pb2.GraphDef:
-    """Runs Grappler on an unplanned graph (on a planned one its rewrites would make cycles), but for some ops."""
+def _simplify(
+    function, graph_def: graph_pb2.GraphDef, reads: Mapping[str, tf.TensorSpec], left_alone: Sequence[str] = ()
+) -> graph_pb2.GraphDef:
+    """Runs Grappler on an unplanned graph (on a planned one its rewrites would make cycles).
+
+    Args:
+        function: The unmodified step.
+        graph_def: The graph.
+        reads: What those of its variable reads give that `function.graph` has not.
+        left_alone: Names of ops that stay as they are.
+    """
     graph = function.graph
-    read_shapes = read_before_calls(graph_def, graph)
     bodies = {body.signature.name: body for body in graph_def.library.function}
     lowered = _take_lowering_marks(graph_def)
     meta_graph = saver.export_meta_graph(graph_def=graph_def, graph=graph)
@@ -116,7 +129,8 @@ def _simplify(function, graph_def: graph_pb2.GraphDef, left_alone: Sequence[str]
     for body in simplified.library.function:  # TensorFlow knows these by name, and takes no second version
         if body.signature.name in bodies:
             body.CopyFrom(bodies[body.signature.name])
-    _keep_shapes(simplified, {**_shapes_not_inferred(graph), **{name: [shape] for name, shape in read_shapes.items()}})
+    shapes = _shapes_not_inferred(graph) | {name: [spec.shape.as_proto()] for name, spec in reads.items()}
+    _keep_shapes(simplified, shapes)
     return simplified
 
 

@@ -94,12 +94,27 @@ class _Run:
         """The schedule, or None if a node does not fit beside what must stay, or time is up."""
         held = []
         for node in range(self._graph.n):
-            if clock.elapsed_s > until_s or not clock.left_s:
-                return None
-            held.append(mask_of(np.flatnonzero(self._is_here)))
-            if not self._run(node):
+            held.append(self._hold_and_run(node, clock, until_s))
+            if held[-1] is None:
                 return None
         return evaluator.evaluate(node_blocks(self._graph.n), held)
+
+    def _hold_and_run(self, node: int, clock: Clock, until_s: float) -> int | None:
+        """Runs a node and returns what was held before. What its row reads late may be too much to hold meanwhile."""
+        while clock.left_s and clock.elapsed_s <= until_s:
+            before = self._is_here.copy(), self._next_use.copy(), self._in_use
+            if self._run(node):
+                return mask_of(np.flatnonzero(before[0]))
+            self._is_here, self._next_use, self._in_use = before
+            self._here = self._is_here.tolist()
+            values = np.flatnonzero(self._is_here & self._may_go)
+            if not len(values):
+                return None
+            for value in values[np.argsort(self._worth(values, node), kind="stable")][
+                : (len(values) + 1) // 2
+            ].tolist():
+                self._take(value)
+        return None
 
     def _run(self, node: int) -> bool:
         deps, users = self._graph.deps, self._graph.users

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from conftest import set_precision
 from keras import layers
-from keras_models import BATCH, SIZE, compiled, head, images
+from keras_models import BATCH, CLASSES, SIZE, compiled, head, images
 
 import checkmate_tf
 from checkmate_tf.planning.planner import Planner
@@ -37,8 +37,26 @@ def conv_net() -> keras.Model:
     return compiled(keras.Model(inputs, x), keras.optimizers.SGD(0.05, momentum=0.9), metrics=())
 
 
-def trained(options=None, **settings) -> keras.Model:
-    model = conv_net()
+def attentive_net() -> keras.Model:
+    """A convolution with a group for each channel, a gate of means, and attention with dropout, twice.
+
+    The bias of a key has the gradient zero, which is noise in floats.
+    """
+    keras.utils.set_random_seed(7)
+    inputs = keras.Input((SIZE, SIZE, 3))
+    x = layers.Conv2D(16, 4, strides=4)(inputs)
+    x = layers.Conv2D(16, 3, groups=16, padding="same", activation="silu")(x)
+    x = layers.Multiply()([x, layers.Dense(16, "sigmoid")(layers.GlobalAveragePooling2D(keepdims=True)(x))])
+    x = layers.Reshape((-1, 16))(x)
+    for _ in range(2):
+        x = layers.Add()([x, layers.MultiHeadAttention(2, 8, dropout=0.2, use_bias=False)(x, x)])
+    for layer in (layers.GlobalAveragePooling1D(), layers.Dense(CLASSES)):
+        x = layer(x)
+    return compiled(keras.Model(inputs, x), keras.optimizers.SGD(0.05, momentum=0.9), metrics=())
+
+
+def trained(build=conv_net, options=None, **settings) -> keras.Model:
+    model = build()
     if options:
         checkmate_tf.compile(model, **{**options, **settings})
     x, y = images()
@@ -48,18 +66,33 @@ def trained(options=None, **settings) -> keras.Model:
 
 
 def test_five_steps_give_the_weights_of_plain_keras(options):
-    plain, fused = trained(), trained(options, budget=0.7, implementations="fused")
+    plain, fused = trained(), trained(conv_net, options, budget=0.7, implementations="fused")
+    assert_same_weights(plain, fused)
+    report = checkmate_tf.report(fused)
+    rules = [row.rule for row in report.implementations]
+    twice = ["padded_depthwise_convolution", "pointwise_filter_gradient", "silu"]
+    once = ["gelu", "layer_norm", "mean_gradient"]
+    assert sorted(rules) == sorted([*["batch_norm"] * 4, *once, *2 * twice])
+    assert all(row.saved_bytes > 0 for row in report.implementations if row.rule != "pointwise_filter_gradient")
+    assert "batch_norm x 4 (" in str(report)
+    assert checkmate_tf.Report.from_json(report.to_json()).implementations == report.implementations
+
+
+def assert_same_weights(plain: keras.Model, fused: keras.Model) -> None:
     for ours, theirs in zip(plain.variables, fused.variables, strict=True):
         np.testing.assert_allclose(
             theirs.numpy(), ours.numpy(), rtol=0, atol=1e-4 * np.abs(ours.numpy()).max(), err_msg=ours.path
         )
+
+
+def test_attention_that_is_computed_again_gives_the_weights_of_plain_keras(options):
+    plain = trained(attentive_net)
+    fused = trained(attentive_net, options, budget=0.6, implementations="fused")
+    assert_same_weights(plain, fused)
     report = checkmate_tf.report(fused)
-    rules = [row.rule for row in report.implementations]
-    twice = ["padded_depthwise_convolution", "pointwise_filter_gradient"]
-    assert sorted(rules) == [*["batch_norm"] * 4, "gelu", "layer_norm", *sorted(2 * twice)]
-    assert all(row.saved_bytes > 0 for row in report.implementations if row.rule != "pointwise_filter_gradient")
-    assert "batch_norm x 4 (" in str(report)
-    assert checkmate_tf.Report.from_json(report.to_json()).implementations == report.implementations
+    rules = {row.rule for row in report.implementations}
+    assert rules >= {"group_per_channel", "silu", "softmax_dropout", "transposed_product", "dense_weights_gradient"}
+    assert any("softmax_dropout" in name for name in report.recomputed)
 
 
 def test_a_fraction_is_of_the_peak_of_the_step_without_rules(options):
@@ -109,7 +142,8 @@ def test_a_step_with_the_alternatives_that_give_the_cheapest_plan_is_run(options
         model.train_on_batch(x, y)
     report = checkmate_tf.report(fused)
     assert [(row.alternative, row.taken) for row in report.choices] == [("pooling_by_places", True)] * 2
-    assert [row.where for row in report.choices] == [row.where for row in report.implementations]
+    put = [row.where for row in report.implementations if row.rule == "pooling_by_places"]
+    assert [row.where for row in report.choices] == put
     assert "pooling_by_places at 2 of 2" in str(report)
     assert checkmate_tf.Report.from_json(report.to_json()) == report
     for ours, theirs in zip(plain.variables, fused.variables, strict=True):

@@ -21,7 +21,9 @@ def _variants(site: Site) -> Iterator[Variant]:
         return
     if not all(spec.shape.is_fully_defined() for spec in (x, sizes, dy, filters)):
         return
-    if filters.shape[:2] != [1, 1] or x.shape[:3] != dy.shape[:3] or site.ints("strides") != (1, 1, 1, 1):
+    if filters.shape != [1, 1, x.shape[3], dy.shape[3]] or x.shape[:3] != dy.shape[:3]:
+        return
+    if site.ints("strides") != (1, 1, 1, 1):
         return
     if any(site.view.nodes[name].op == "BiasAddGrad" for name in site.view.consumers[site.view.reads[site.name][2]]):
         return

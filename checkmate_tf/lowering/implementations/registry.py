@@ -15,14 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from checkmate_tf.lowering.implementations.attention import SOFTMAX_DROPOUT, TRANSPOSED_PRODUCT
 from checkmate_tf.lowering.implementations.batch_norm import BATCH_NORM
+from checkmate_tf.lowering.implementations.dense import DENSE_WEIGHTS_GRADIENT
+from checkmate_tf.lowering.implementations.depthwise import (
+    GROUP_PER_CHANNEL,
+    GROUP_PER_CHANNEL_FILTER_GRADIENT,
+    GROUP_PER_CHANNEL_INPUT_GRADIENT,
+)
 from checkmate_tf.lowering.implementations.gelu import GELU
 from checkmate_tf.lowering.implementations.layer_norm import LAYER_NORM
 from checkmate_tf.lowering.implementations.masks import RELU6_FROM_MASK, RELU_FROM_MASK
+from checkmate_tf.lowering.implementations.mean import MEAN_GRADIENT
 from checkmate_tf.lowering.implementations.padding import PADDED_CONVOLUTION, PADDED_DEPTHWISE_CONVOLUTION
 from checkmate_tf.lowering.implementations.pointwise import POINTWISE_FILTER_GRADIENT
 from checkmate_tf.lowering.implementations.pooling import POOLING_BY_PLACES
 from checkmate_tf.lowering.implementations.rule import Rule
+from checkmate_tf.lowering.implementations.silu import SILU
 
 _LEANER_GRADIENTS = (POOLING_BY_PLACES, RELU_FROM_MASK, RELU6_FROM_MASK)
 
@@ -32,6 +41,14 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         BATCH_NORM,
         LAYER_NORM,
         GELU,
+        SILU,
+        TRANSPOSED_PRODUCT,
+        SOFTMAX_DROPOUT,
+        DENSE_WEIGHTS_GRADIENT,
+        MEAN_GRADIENT,
+        GROUP_PER_CHANNEL,
+        GROUP_PER_CHANNEL_INPUT_GRADIENT,
+        GROUP_PER_CHANNEL_FILTER_GRADIENT,
         PADDED_CONVOLUTION,
         PADDED_DEPTHWISE_CONVOLUTION,
         POINTWISE_FILTER_GRADIENT,

@@ -7,15 +7,17 @@ import dataclasses
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 
 from checkmate_tf.lowering.implementations.edits import Edit, edited, possible
+from checkmate_tf.lowering.implementations.inline import Body, compiled_bodies
 from checkmate_tf.lowering.implementations.matching import Match, Matcher
 from checkmate_tf.lowering.implementations.rule import Rule, Site, Variant
 from checkmate_tf.lowering.implementations.template import Template, traced
 from checkmate_tf.lowering.implementations.view import GraphView, Tensor, nbytes, parsed, written
 
 _RENAMES = frozenset({"Reshape", "Squeeze", "ExpandDims", "Identity", "StopGradient", "Const"})
+_PLAIN = frozenset({"Const", "Identity", "NoOp", "Shape", "ShapeN"})  # may leave a compiled function as they are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Rewritten:
 
 
 def rewrite(
-    graph: tf.Graph,
+    graph_def: graph_pb2.GraphDef,
+    specs: Mapping[Tensor, tf.TensorSpec],
     kept: Iterable[str],
     rules: Sequence[Rule],
     *,
@@ -66,29 +69,25 @@ def rewrite(
     A pattern is replaced only if none of its inner tensors is used elsewhere, so that all of them go.
 
     Args:
-        graph: A traced step.
+        graph_def: A traced step.
+        specs: Shapes and dtypes of its tensors.
         kept: Names of the ops that have to stay: what is fed, returned, or has side effects.
         rules: What to apply wherever it can be.
         alternatives: What to apply only where it is chosen.
         chosen: Names of the ops at which to apply alternatives.
         on_cpu: Whether the step runs on a CPU.
     """
-    graph_def = graph.as_graph_def()
-    specs = {
-        (op.name, k): tf.TensorSpec(tensor.shape, tensor.dtype)
-        for op in graph.get_operations()
-        for k, tensor in enumerate(op.outputs)
-    }
-    work = _Pass(list(graph_def.node), specs, set(kept), on_cpu)
+    work = _Pass(list(graph_def.node), dict(specs), set(kept), on_cpu)
+    work.open(graph_def.library, [rule for rule in rules if rule.opens])
     for rule in rules:
         work.fired += work.apply(rule, None)
     offered = []
     for rule in alternatives:
         offered += work.found(rule)
         work.fired += work.apply(rule, chosen)
-    del graph_def.node[:]
-    graph_def.node.extend(work.nodes)
-    return Rewritten(graph_def, work.stands_in, tuple(work.fired), tuple(offered))
+    changed = graph_pb2.GraphDef(library=graph_def.library, versions=graph_def.versions)
+    changed.node.extend(work.nodes)
+    return Rewritten(changed, work.stands_in, tuple(work.fired), tuple(offered))
 
 
 class _Pass:
@@ -103,6 +102,38 @@ class _Pass:
         self._on_cpu = on_cpu
         self._created = {node.name: k for k, node in enumerate(nodes)}
         self._prune()
+        self._seen = self.nodes, GraphView(self.nodes, specs, kept)
+
+    def _view(self) -> GraphView:
+        """The graph as it is now."""
+        if self._seen[0] is not self.nodes:
+            self._seen = self.nodes, GraphView(self.nodes, self._specs, self._kept)
+        return self._seen[1]
+
+    def open(self, library: function_pb2.FunctionDefLibrary, rules: Sequence[Rule]) -> None:
+        """Puts compiled functions in place of their calls, where the rules take all that needed them."""
+        bodies = list(compiled_bodies(self.nodes, library, self._specs)) if rules else []
+        if not bodies:
+            return
+        specs = self._specs | {tensor: spec for body in bodies for tensor, spec in body.specs.items()}
+        view = GraphView([*self.nodes, *(node for body in bodies for node in body.nodes)], specs, self._kept)
+        searches = [_Search(rule, view) for rule in rules]
+        opened = {body.call: body for body in bodies if self._is_taken(body, view, searches)}
+        edits = [
+            Edit(body.nodes, {(name, k): tensor for k, tensor in enumerate(body.outputs)}, {})
+            for name, body in opened.items()
+        ]
+        # What has to stay by its name no longer does anything.
+        stubs = {name: node_def_pb2.NodeDef(name=name, op="NoOp") for name in opened}
+        self.nodes = edited([stubs.get(node.name, node) for node in self.nodes], edits)
+        for body in opened.values():
+            self._specs.update(body.specs)
+            self.stands_in.update({node.name: body.call for node in body.nodes})
+        self._prune()
+
+    def _is_taken(self, body: Body, view: GraphView, searches: Sequence[_Search]) -> bool:
+        sites = [Site(view, node.name, self._on_cpu) for node in body.nodes if node.op not in _PLAIN]
+        return all(any(search.finds(site) for search in searches) for site in sites)
 
     def apply(self, rule: Rule, chosen: Container[str] | None) -> list[Fired]:
         """Applies a rule where its pattern is found: everywhere, or at the chosen ops."""
@@ -121,7 +152,7 @@ class _Pass:
         return [self._fired(rule, view, *place) for place in found]
 
     def _matches(self, rule: Rule) -> tuple[GraphView, list[tuple[str, Match, Template]]]:
-        view = GraphView(self.nodes, self._specs, self._kept)
+        view = self._view()
         search = _Search(rule, view)
         names = [node.name for node in self.nodes if node.op == rule.anchor]
         places = ((name, search.find(Site(view, name, self._on_cpu))) for name in names)
@@ -208,6 +239,10 @@ class _Search:
         self._matchers: dict[Variant, Matcher] = {}
         self._replacements: dict = {}
         self._found: collections.Counter = collections.Counter()
+
+    def finds(self, site: Site) -> bool:
+        """Whether the rule applies at an op."""
+        return site.node.op == self._rule.anchor and self.find(site) is not None
 
     def find(self, site: Site) -> tuple[Match, Template] | None:
         """Where a variant was found, and what replaces it."""

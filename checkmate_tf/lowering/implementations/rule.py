@@ -94,6 +94,8 @@ class Rule:
         variants: The forms to look for at a site; none where a precondition fails.
         pattern: What is looked for.
         replacement: What is put in its place.
+        opens: Whether the pattern, one op, is also looked for in functions that XLA compiles. Such a function takes
+            the place of its call where all that it computes is replaced.
     """
 
     name: str
@@ -103,3 +105,4 @@ class Rule:
     variants: Callable[[Site], Iterable[Variant]]
     pattern: Callable[..., dict[str, tf.Tensor]]
     replacement: Callable[..., dict[str, tf.Tensor]]
+    opens: bool = False
