@@ -32,6 +32,7 @@ from checkmate_tf.reporting import ChoiceRow, ImplementationRow, Report
 
 _CHOICE_SHARE = 0.4  # of the time limit, to find out which alternatives to take
 _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
+_MORE_ROOM_BYTES = 256 << 20  # where this much is left of a free block, a request gets no more of it than it asked for
 _CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops; up to 9 KB were seen
 _BUILD_BYTES = 32 << 10  # what is made between planning and the first run: constants, the function's own tensors
 
@@ -80,7 +81,7 @@ class ProfiledStep:
             raise ModelError("the training step updates no variable; there is nothing to plan.")
         self.device = devices.name_of(self.traced.function.variables)
         plain = simulate(extracted.op_graph, compile_plan(extracted.op_graph, range(extracted.op_graph.n)))
-        self._room_bytes = int(_ROOM * plain.peak_bytes)
+        self._room_bytes = int(_ROOM * plain.peak_bytes) + _MORE_ROOM_BYTES
         self.tidy()
         with self._phase("profile"):
             self.profile = profile(

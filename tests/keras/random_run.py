@@ -28,8 +28,8 @@ from random_models import recipes
 from checkmate_tf._files import write_atomically
 
 HERE = pathlib.Path(__file__).parent
-PER_WORKER = 10
-TIMEOUT_S = 600.0  # for one model
+PER_WORKER = 50
+TIMEOUT_S = 300.0  # for one model
 VERSION = 1
 
 
@@ -125,7 +125,8 @@ def summary(results: list[dict]) -> dict:
         "models": len(results),
         "outcomes": dict(outcomes),
         "failures": dict(failures),
-        "with_recomputation": sum(result["recomputed"] > 0 for result in ok),
+        "share_with_recomputation": round(sum(result["recomputed"] > 0 for result in ok) / max(1, len(ok)), 3),
+        "amplified_rounding": sum(result["amplified"] for result in ok),
         "largest_prediction_error_bytes": max((error for error, _ in off), default=0),
         "largest_prediction_error": max((error / measured for error, measured in off), default=0.0),
     }
