@@ -112,7 +112,7 @@ class Planner:
             return found
         if budget_bytes < self.needed_bytes:
             raise self._infeasible(budget_bytes, min(_SEARCH_SHARE * time_limit_s, _MINIMUM_LIMIT_S))
-        raise self._not_found(budget_bytes)
+        raise self.not_found(budget_bytes)
 
     def find(
         self,
@@ -386,7 +386,7 @@ class Planner:
             bottleneck=smallest.bottleneck,
         )
 
-    def _not_found(self, budget_bytes: int) -> NoScheduleFound:
+    def not_found(self, budget_bytes: int) -> NoScheduleFound:
         """The error for a budget within which the strategy found no plan: its own reason, if it has one."""
         reasons = [order.reason for order in self.orders if order.reason]
         if reasons:

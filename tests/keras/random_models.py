@@ -20,7 +20,7 @@ from keras import layers
 STEPS = 3
 CLASSES = 4
 VOCABULARY = 50
-MOST_ELEMENTS = 1 << 18  # per tensor, the batch included: more only takes longer
+MOST_ELEMENTS = 1 << 19  # per tensor, the batch included: more only takes longer
 MOST_WEIGHTS = 1 << 18  # per dense kernel
 MOST_ROLLED_OUT = 12
 
@@ -44,9 +44,10 @@ REFINEMENTS = (
 )  # fmt: skip
 LOSSES = ("crossentropy", "mse", "mae", "huber", "smoothed", "hinge", "log_cosh")
 FORMS = ("train_on_batch", "arrays", "dataset", "named", "generator")
-SIZES = (24, 32, 48, 27, 64, 40, 33, 16, 7, 2, 1)  # of an image's side, a sequence or a vector
-BATCHES = (32, 64, 16, 48, 7, 3, 1)
-INPUTS = ("image", "image", "sequence", "sequence", "tokens", "vector")
+MOST_FED = MOST_ELEMENTS // 8  # elements of an input, so that layers have room to make more of it
+SIZES = (24, 32, 48, 27, 64, 40, 33, 36, 16, 7, 1)  # of an image's side, a sequence or a vector
+BATCHES = (32, 64, 16, 48, 24, 7, 1)
+INPUTS = ("image", "image", "image", "sequence", "sequence", "sequence", "tokens", "vector")
 PICKS = (0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 7, 10, 15)  # mostly the newest tensor, as what leads to no output is not trained
 FRACTIONS = (0.1, 0.25, 0.4, 0.6, 0.05, 0.8, 0.0, 1.0)
 PRECISIONS = ("float64", "float64", "float64", "float32", "mixed_float16", "mixed_bfloat16")
@@ -218,7 +219,7 @@ class _Builder:
 
     def __init__(self, recipe: dict):
         self.recipe = recipe
-        self.inputs = [_input(k, spec) for k, spec in enumerate(recipe["inputs"])]
+        self.inputs = [_input(k, spec, recipe["batch"]) for k, spec in enumerate(recipe["inputs"])]
         self.tensors = [
             layers.Embedding(VOCABULARY, 1 + spec["depth"], mask_zero=spec["depth"] % 3 == 0)(t)
             if "int" in t.dtype
@@ -307,10 +308,11 @@ class _Builder:
         return nested(nested(x)) if node["c"] % 2 else nested(x)
 
 
-def _input(k: int, spec: dict):
+def _input(k: int, spec: dict, batch: int):
     size, depth = spec["size"], spec["depth"]
+    width = 1 + (size * 7) % 24
     shape = {
-        "image": (size, 1 + (size * 7) % 24, depth),
+        "image": (size, width, max(1, min(depth, MOST_FED // (batch * size * width)))),
         "sequence": (size, depth),
         "vector": (size,),
         "tokens": (size,),

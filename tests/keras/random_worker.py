@@ -1,7 +1,8 @@
 """Run as a program, with determinism on: checks random models, one recipe of `random_models` per line of its input.
 
 Each model is trained plain, within a budget between the least that was found and the plain peak, and from the same
-start with the planned engine recomputing nothing. Prints two lines of JSON per recipe: that it begins, and what came out.
+start with the planned engine recomputing nothing. Prints two lines of JSON per recipe: that it begins, and what came
+out.
 """
 
 from __future__ import annotations
