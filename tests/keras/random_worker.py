@@ -102,6 +102,8 @@ def check(recipe: dict, weights: list, plain: list, cache_dir: str) -> dict:
     except InfeasibleBudget as error:
         raise Failure("proof", f"{limits[-1:]} was found to do: {error}") from error
     except CheckmateError as error:
+        if type(error) is CheckmateError:  # a solver that fails or hangs, say: never an answer to what was asked
+            raise
         return {**result, "outcome": "refused", "why": f"{type(error).__name__}: {error}"[:300]}
     report = checkmate_tf.report(model)
     trained = state(model)

@@ -217,3 +217,14 @@ def test_bytes_over_the_budget_are_summed_without_wrapping():
 def test_a_program_of_too_many_terms_is_not_begun():
     """Every node reads all before it: building took longer than the time limit."""
     solved("milp", small.dense(40), small.dense(40).store_all_peak_bytes // 2, 0.3)
+
+
+@pytest.mark.parametrize("strategy", names())
+@pytest.mark.parametrize("keep_order", [True, False])
+def test_a_graph_of_nothing_but_what_is_held_throughout(strategy, keep_order):
+    """What is left of a step that has nothing large enough to plan."""
+    solver = create(strategy, Graph.build([], [], [], fixed_bytes=10))
+    options = Options(time_limit_s=2.0, keep_order=keep_order)
+    assert solver.solve(5, options).schedule is None
+    for budget in (10, 20):
+        assert solver.solve(budget, options).status in (Status.OPTIMAL, Status.UNKNOWN)
