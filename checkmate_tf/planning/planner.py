@@ -277,6 +277,9 @@ class Planner:
     def _smallest(self, small: list[Candidate]) -> Candidate:
         found = sorted(small, key=_peak)[:MOST_NEIGHBOURS]
         worst = [self.worst_peak(candidate) for candidate in found]
+        if min(worst) == NEVER:  # the device has no room for any; what its tensors take is then the best known
+            best = min(small, key=self.tensor_peak)
+            return dataclasses.replace(best, peak_bytes=round(_MINIMUM_MARGIN * self.tensor_peak(best)))
         best = int(np.argmin(worst))
         return dataclasses.replace(found[best], peak_bytes=round(_MINIMUM_MARGIN * worst[best]))
 
