@@ -31,6 +31,7 @@ from checkmate_tf.planning.replay import replay
 from checkmate_tf.reporting import ChoiceRow, ImplementationRow, Report
 
 _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
+_MORE_ROOM_BYTES = 256 << 20  # where this much is left of a free block, a request gets no more of it than it asked for
 _CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops; up to 9 KB were seen
 _BUILD_BYTES = 32 << 10  # what is made between planning and the first run: constants, the function's own tensors
 
@@ -80,7 +81,7 @@ class ProfiledStep:
             raise ModelError("the training step updates no variable; there is nothing to plan.")
         self.device = devices.name_of(self.traced.function.variables)
         plain = simulate(extracted.op_graph, compile_plan(extracted.op_graph, range(extracted.op_graph.n)))
-        self._room_bytes = int(_ROOM * plain.peak_bytes)
+        self._room_bytes = int(_ROOM * plain.peak_bytes) + _MORE_ROOM_BYTES
         self.tidy()
         with self._phase("profile"):
             self.profile = profile(
@@ -89,7 +90,7 @@ class ProfiledStep:
                 cache_dir=settings.cache_dir,
                 on_progress=lambda done, todo: settings.progress("profile", done / max(todo, 1)),
             )
-        self.notes = _notes(extracted.unsized)
+        self.notes = _notes(self.profile.unsized)
         gc.collect()
         self.base_bytes = devices.in_use_bytes(self.device)
         leaves = [leaf for leaf in tf.nest.flatten(spec) if leaf is not None]
@@ -298,8 +299,7 @@ class PlannedStep:
 
     def __call__(self, data):
         """Runs the step on one batch of the planned signature; returns what the unmodified step returns."""
-        if not self._confirmed:
-            self._confirm()
+        self.confirm()
         feeds = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
         measuring = len(self._peaks) < self._MEASURED_RUNS
         if measuring:
@@ -318,20 +318,26 @@ class PlannedStep:
             self._plan_again(peak_bytes)
         return self._pack(results)
 
-    def _confirm(self) -> None:
-        """Takes a plan that keeps the budget from where memory stands now, one that is known if possible."""
-        self._confirmed = True
+    def confirm(self) -> None:
+        """Before the first run, takes a plan that keeps the budget from where memory stands now.
+
+        Raises:
+            NoScheduleFound: There is none, known or found in time.
+        """
+        if self._confirmed:
+            return
         self._profiled.reserve_bytes = _CALL_BYTES
         self._profiled.tidy()
         planner = self._profiled.planner
         planner.forget_peaks()
         confirmed = planner.confirmed(self.candidate, self.budget_bytes)
         if confirmed is None:
-            confirmed = planner.replacement(self.candidate, self.budget_bytes, time_limit_s=self._REPLAN_LIMIT_S)
+            limit_s = self._profiled.settings.time_limit_s
+            confirmed = planner.replacement(self.candidate, self.budget_bytes, time_limit_s=limit_s)
         if confirmed is None:
-            self._note("no plan keeps the budget from where memory stands now; the one that was made is run.")
-        else:
-            self._use(confirmed)
+            raise planner.not_found(self.budget_bytes)
+        self._use(confirmed)
+        self._confirmed = True
 
     def _plan_again(self, measured_bytes: int) -> None:
         """Plans with less, by as much as the measured peak is above the prediction."""

@@ -376,7 +376,7 @@ def run(name: str, cache_dir: str) -> dict:
     measured = report.measured_peak_bytes is not None
     return {
         **row,
-        "status": "planned" if measured else "unplanned",
+        "status": "unplanned" if report.predicted_peak_bytes is None else "planned",
         "budget_bytes": report.budget_bytes,
         "measured_peak_bytes": report.measured_peak_bytes,
         "predicted_peak_bytes": report.predicted_peak_bytes,
@@ -426,12 +426,17 @@ def page(rows: list[dict]) -> str:
             continue
         lines.append(
             f"| {row['case']} | {row['what']} | {row['budget']} ({row['budget_bytes'] / _MIB:.0f} MiB) "
-            f"| {row['measured_peak_bytes'] / _MIB:.0f} MiB | {row['predicted_overhead']:.3f} "
+            f"| {_mib(row['measured_peak_bytes'])} | {row['predicted_overhead']:.3f} "
             f"| {row['largest_difference']:.0e} | {' '.join(remarks)} |"
         )
     missing = [name for name in CASES if name not in {row["case"] for row in rows}]
     lines += ["", f"Not run yet: {', '.join(missing)}."] if missing else []
     return "\n".join(lines) + "\n"
+
+
+def _mib(nbytes: int | None) -> str:
+    """Of the last plan; there is none where the last step has led to another plan."""
+    return "" if nbytes is None else f"{nbytes / _MIB:.0f} MiB"
 
 
 def main() -> int:

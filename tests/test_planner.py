@@ -327,3 +327,25 @@ def test_a_schedule_that_the_allocator_rounds_less_than_others_is_found():
     assert search.best.peak_bytes == 14
     assert len(asked) <= 9
     assert max(asked) <= 18
+
+
+def test_where_nothing_fits_the_device_the_least_budget_is_what_tensors_take():
+    """It was the number that stands for never."""
+    made = planner(lambda _: None)
+    with pytest.raises(NoScheduleFound) as caught:
+        made.plan(BASE + 5 * MIB, time_limit_s=2.0)
+    assert BASE + working_set_bytes(training_step()) <= caught.value.best_peak_bytes <= 1.05 * (BASE + 3 * LAYERS * MIB)
+
+
+def test_a_step_with_nothing_to_plan_is_kept_and_found_again(tmp_path):
+    """A list without nodes was taken for one of floats."""
+    whole = training_step()
+    empty = dataclasses.replace(whole, persistent=np.ones(len(whole.persistent), dtype=bool))
+    for _ in range(2):
+        made = Planner(
+            empty, unit_costs(empty), base_bytes=BASE, archive_dir=tmp_path, allocator_peak=lambda *_: BASE + MIB
+        )
+        assert made.orders[0].coarse.graph.n == 0
+        assert made.minimum().peak_bytes >= BASE + MIB
+        with pytest.raises(NoScheduleFound):
+            made.plan(BASE + MIB // 2, time_limit_s=1.0)

@@ -196,10 +196,12 @@ class PlannedTraining:
         data = self._without_absent(batch.as_tensors(data))
         try:
             self.plan(data)
+            planned = self._steps[batch.signature(data)]
+            if planned is not None:
+                planned.confirm()
         except CheckmateError:
             detach(self._model)
             raise
-        planned = self._steps[batch.signature(data)]
         return planned(data) if planned is not None else self._plain(iter([data]))
 
     def _without_absent(self, data):

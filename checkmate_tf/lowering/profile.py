@@ -12,14 +12,15 @@ from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.lowering.arena import exact_chunks
 from checkmate_tf.lowering.device import uncounted_below_bytes
 from checkmate_tf.lowering.extract import ExtractedStep
+from checkmate_tf.lowering.loops import measure_loops, with_lists
 from checkmate_tf.lowering.profile_cache import OpProfile, ProfileCache
-from checkmate_tf.lowering.rebuild import as_function, call_unoptimized
+from checkmate_tf.lowering.rebuild import call_unoptimized
+from checkmate_tf.lowering.single_op import BEHIND_POOLING, known_value, nbytes, pooling_of, single_op, stand_in
 
 _log = logging.getLogger(__name__)
 
@@ -29,10 +30,8 @@ _SMALL_OP_S = 2e-6
 _REPEATS = 2
 _TARGET_S = 0.02  # measure short ops until this much time is spent, or _MOST_REPEATS
 _MOST_REPEATS = 15
-_KNOWN_BYTES = 4096  # inputs up to this size are part of an op's signature where their value is known
 _BLOCK_MARGIN_BYTES = 256 << 20
 _POOLING = frozenset({"MaxPool", "MaxPool3D"})
-_BEHIND_POOLING = "MaxPoolGrad"  # measured behind max pooling: oneDNN's gradient uses what that has kept
 _POOLED_ITEM_BYTES = 4  # oneDNN pools float32 here
 _CONTROL_FLOW = frozenset({"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"})
 
@@ -47,6 +46,7 @@ class Profile:
         distinct: Number of different ops that matter.
         measured: How many of them were measured now; the others came from the cache.
         unmeasured: Names of ops that could not be run on their own; their time is estimated.
+        unsized: Names of ops with an output whose size is not known.
     """
 
     op_graph: OpGraph
@@ -54,6 +54,7 @@ class Profile:
     distinct: int
     measured: int
     unmeasured: tuple[str, ...]
+    unsized: tuple[str, ...]
 
 
 def profile(
@@ -92,15 +93,23 @@ def profile(
             except tf.errors.OpError as error:
                 _log.debug("cannot profile %s: %s", example[key], error)
                 failed.add(key)
+        loops = measure_loops(step, device)
     if to_measure:
         cache.write()
     profiles, again = (
         {op: cache.ops[keys[name]] for op, name in runs.items() if keys[name] in cache.ops} for runs in (names, reruns)
     )
-    unmeasured = [op for op in range(graph.n) if _is_large(step, op) and op not in profiles]
-    op_graph, costs = _with_reruns(*_apply(graph, profiles, unmeasured), again)
+    unmeasured = [op for op in range(graph.n) if _is_large(step, op) and op not in profiles and op not in loops]
+    profiles |= {op: OpProfile(held.time_s, held.workspace_bytes) for op, held in loops.items()}
+    op_graph, costs = _with_reruns(*_apply(with_lists(graph, step, loops), profiles, unmeasured), again)
+    sized = {graph.names[op] for op in loops}
     return Profile(
-        op_graph, costs, len(distinct), len(to_measure) - len(failed), tuple(graph.names[op] for op in unmeasured)
+        op_graph,
+        costs,
+        len(distinct),
+        len(to_measure) - len(failed),
+        tuple(graph.names[op] for op in unmeasured),
+        tuple(name for name in step.unsized if name not in sized),
     )
 
 
@@ -130,7 +139,7 @@ def _is_possible(step: ExtractedStep, name: str, seen: OpProfile) -> bool:
 
 def _touched_by(step: ExtractedStep, name: str) -> int:
     operation = step.graph.get_operation_by_name(name)
-    return sum(_nbytes(t) for t in (*operation.inputs, *operation.outputs))
+    return sum(nbytes(t) for t in (*operation.inputs, *operation.outputs))
 
 
 def _touched_bytes(graph: OpGraph, op: int) -> int:
@@ -147,24 +156,10 @@ def _signature(step: ExtractedStep, nodes: dict, name: str) -> str:
             digest.update(name.encode() + node.attr[name].SerializeToString(deterministic=True))
     for tensor in operation.inputs:
         digest.update(f"{tensor.shape.as_list()}{tensor.dtype.name}".encode())
-        known = _known_value(tensor)
+        known = known_value(tensor)
         if known is not None:
             digest.update(known.tobytes())
     return digest.hexdigest()[:32]
-
-
-def _known_value(tensor: tf.Tensor) -> np.ndarray | None:
-    """The value of a small tensor (a shape, an axis, a constant) that does not depend on the batch."""
-    if _nbytes(tensor) > _KNOWN_BYTES:
-        return None
-    if tensor.op.type == "ShapeN":
-        shape = tensor.op.inputs[tensor.value_index].shape
-        return np.array(shape.as_list(), tensor.dtype.as_numpy_dtype) if shape.is_fully_defined() else None
-    return tf.get_static_value(tensor)
-
-
-def _nbytes(tensor: tf.Tensor) -> int:
-    return tensor.shape.num_elements() * tensor.dtype.size
 
 
 def _measure(step: ExtractedStep, nodes: dict, name: str, device: str) -> OpProfile:
@@ -174,29 +169,28 @@ def _measure(step: ExtractedStep, nodes: dict, name: str, device: str) -> OpProf
         tf.errors.OpError: The op cannot run alone, or has not made what it makes in the step.
     """
     operation = step.graph.get_operation_by_name(name)
-    known = {k: v for k, t in enumerate(operation.inputs) if (v := _known_value(t)) is not None}
-    arguments = {k: _argument(t) for k, t in enumerate(operation.inputs) if k not in known}
+    known = {k: v for k, t in enumerate(operation.inputs) if (v := known_value(t)) is not None}
+    arguments = {k: stand_in(t) for k, t in enumerate(operation.inputs) if k not in known}
     pooling_s = pooling_bytes = 0
-    if operation.type == _BEHIND_POOLING:
+    if operation.type == BEHIND_POOLING:
         del arguments[1]  # the pooled values are made
-        alone = [_placeholder("input0", operation.inputs[0]), _pooling(nodes[operation.name])]
-        pool = as_function(graph_pb2.GraphDef(node=alone), ["input0:0"], ["pooling:0"], [])
+        pool = pooling_of(nodes[operation.name], operation)
         pooling_s, pooling_bytes = _time_and_peak(lambda: call_unoptimized(pool, [arguments[0]]), device)
-    run = _single_op(nodes[operation.name], operation, known, fresh=None)
+    run = single_op(nodes[operation.name], operation, known)
     _check_shapes(call_unoptimized(run, list(arguments.values())), operation)
     time_s, extra = _time_and_peak(lambda: call_unoptimized(run, list(arguments.values())), device)
     time_s = max(_SMALL_OP_S, time_s - pooling_s)
     extra -= pooling_bytes
-    out = [_nbytes(t) for t in operation.outputs]
+    out = [nbytes(t) for t in operation.outputs]
     uncounted = uncounted_below_bytes(device)
     seen = out[0] >= max(uncounted, _SMALL_BYTES)
-    same_size = [k for k in arguments if seen and _nbytes(operation.inputs[k]) == out[0]]
+    same_size = [k for k in arguments if seen and nbytes(operation.inputs[k]) == out[0]]
     if len(out) == 1 and same_size and extra < out[0] // 2:
         return OpProfile(time_s, 0, alias=same_size[0])
     takeover = []
     for k in same_size:
         others = [value for j, value in arguments.items() if j != k]
-        run = _single_op(nodes[operation.name], operation, known, fresh=k)
+        run = single_op(nodes[operation.name], operation, known, fresh=k)
         peak = _peak_bytes(lambda f=run, a=others: call_unoptimized(f, a), device) - pooling_bytes
         if peak < extra + out[0] // 2:
             takeover.append(k)
@@ -206,66 +200,8 @@ def _measure(step: ExtractedStep, nodes: dict, name: str, device: str) -> OpProf
 
 def _check_shapes(results: list[tf.Tensor], operation: tf.Operation) -> None:
     for result, tensor in zip(results, operation.outputs, strict=True):
-        if result.shape != tensor.shape and max(_nbytes(result), _nbytes(tensor)) >= _SMALL_BYTES:
+        if result.shape != tensor.shape and max(nbytes(result), nbytes(tensor)) >= _SMALL_BYTES:
             raise tf.errors.InvalidArgumentError(None, operation, f"made {result.shape}, not {tensor.shape}")
-
-
-def _single_op(
-    original: node_def_pb2.NodeDef, operation: tf.Operation, known: dict[int, np.ndarray], fresh: int | None
-):
-    """A function of one op. Input `fresh`, if given, is made inside the function, so that it dies at the op."""
-    graph_def = graph_pb2.GraphDef()
-    node = node_def_pb2.NodeDef()
-    node.CopyFrom(original)
-    del node.input[:]
-    feeds = []
-    for k, tensor in enumerate(operation.inputs):
-        name = f"input{k}"
-        node.input.append(name)
-        dtype = tensor.dtype.as_datatype_enum
-        if k in known:
-            graph_def.node.append(_constant(name, known[k], dtype))
-        elif k == fresh:
-            graph_def.node.append(
-                _constant(f"{name}_shape", np.array(tensor.shape.as_list(), np.int32), tf.int32.as_datatype_enum)
-            )
-            empty = graph_def.node.add(name=name, op="Empty", input=[f"{name}_shape"])
-            empty.attr["dtype"].type = dtype
-        elif k == 1 and original.op == _BEHIND_POOLING:
-            graph_def.node.append(_pooling(original))
-            node.input[k] = "pooling"
-        else:
-            graph_def.node.append(_placeholder(name, tensor))
-            feeds.append(f"{name}:0")
-    graph_def.node.append(node)
-    return as_function(graph_def, feeds, [t.name for t in operation.outputs], [])
-
-
-def _placeholder(name: str, tensor: tf.Tensor) -> node_def_pb2.NodeDef:
-    placeholder = node_def_pb2.NodeDef(name=name, op="Placeholder")
-    placeholder.attr["dtype"].type = tensor.dtype.as_datatype_enum
-    placeholder.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
-    return placeholder
-
-
-def _pooling(gradient: node_def_pb2.NodeDef) -> node_def_pb2.NodeDef:
-    """The max pooling of `input0` that a gradient belongs to."""
-    pooling = node_def_pb2.NodeDef(name="pooling", op="MaxPool", input=["input0"])
-    for name in ("T", "ksize", "strides", "padding", "data_format"):
-        pooling.attr[name].CopyFrom(gradient.attr[name])
-    return pooling
-
-
-def _constant(name: str, value: np.ndarray, dtype: int) -> node_def_pb2.NodeDef:
-    node = node_def_pb2.NodeDef(name=name, op="Const")
-    node.attr["dtype"].type = dtype
-    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
-    return node
-
-
-def _argument(tensor: tf.Tensor) -> tf.Tensor:
-    """A value to feed: a plain number, so that nothing is denormal; zeros where they index."""
-    return tf.fill(tensor.shape, tf.cast(0.5 if tensor.dtype.is_floating else 0, tensor.dtype))
 
 
 def _time_and_peak(run: Callable, device: str) -> tuple[float, int]:

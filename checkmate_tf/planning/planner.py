@@ -117,7 +117,7 @@ class Planner:
         """What to say where no plan was found within a budget, with the smallest budget that was."""
         if budget_bytes < self.needed_bytes:
             return self._infeasible(budget_bytes, min(_SEARCH_SHARE * time_limit_s, _MINIMUM_LIMIT_S))
-        return self._not_found(budget_bytes)
+        return self.not_found(budget_bytes)
 
     def find(
         self,
@@ -286,6 +286,9 @@ class Planner:
     def _smallest(self, small: list[Candidate]) -> Candidate:
         found = sorted(small, key=_peak)[:MOST_NEIGHBOURS]
         worst = [self.worst_peak(candidate) for candidate in found]
+        if min(worst) == NEVER:  # the device has no room for any; what its tensors take is then the best known
+            best = min(small, key=self.tensor_peak)
+            return dataclasses.replace(best, peak_bytes=round(_MINIMUM_MARGIN * self.tensor_peak(best)))
         best = int(np.argmin(worst))
         return dataclasses.replace(found[best], peak_bytes=round(_MINIMUM_MARGIN * worst[best]))
 
@@ -395,7 +398,7 @@ class Planner:
             bottleneck=smallest.bottleneck,
         )
 
-    def _not_found(self, budget_bytes: int) -> NoScheduleFound:
+    def not_found(self, budget_bytes: int) -> NoScheduleFound:
         """The error for a budget within which the strategy found no plan: its own reason, if it has one."""
         reasons = [order.reason for order in self.orders if order.reason]
         if reasons:

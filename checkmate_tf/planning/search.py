@@ -104,7 +104,7 @@ class Order:
         """The cheapest schedule that is kept and within a budget in tensor bytes, or None."""
         graph = self.coarse.graph
         fitting = (
-            SequenceSchedule(np.array(entry.nodes))
+            SequenceSchedule(np.array(entry.nodes, dtype=np.int64))
             for entry in self.kept
             if graph.fixed_bytes + entry.room_bytes <= budget_bytes
         )

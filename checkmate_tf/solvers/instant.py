@@ -52,7 +52,8 @@ def least_cost(graph: Graph, budget_bytes: int, time_limit_s: float, stop: Stop 
         The bound, in the graph's unit; the cost of running every node once where time was too short for more,
         or where no schedule is within the budget.
     """
-    return bound_at(graph, int(graph.store_all_bytes.argmax()), budget_bytes, time_limit_s, stop)
+    instant = int(graph.store_all_bytes.argmax()) if graph.n else 0
+    return bound_at(graph, instant, budget_bytes, time_limit_s, stop)
 
 
 def bound_at(graph: Graph, instant: int, budget_bytes: int, time_limit_s: float, stop: Stop | None = None) -> float:

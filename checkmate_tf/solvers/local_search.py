@@ -99,6 +99,8 @@ class LocalSearchSolver(Solver):
     def _anneal(self, budget_bytes: int, recorder: Recorder, options: Options, passes, most_stalled: int) -> None:
         """Anneals until time is up, the gap is closed or passes stop paying."""
         graph = self.graph
+        if not graph.n:
+            return
         start = (recorder.best or self.pool.smallest()).sequence()
         annealing = Annealing(graph, start, budget_bytes, options.seed, keep_order=options.keep_order)
         moves = min(max(_LEAST_MOVES, _MOVES_PER_NODE * graph.n), _MOST_MOVES)

@@ -7,11 +7,14 @@ with Python threads here, and its time limit is kept even if a solver hangs in n
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import signal
 import subprocess
 import sys
+import threading
+import weakref
 from multiprocessing.connection import Connection
 
 from checkmate_tf.core.graph import Graph
@@ -39,7 +42,7 @@ class Point:
 
 
 class RemoteSolver:
-    """A solver with the interface of `solvers.base.Solver`, in a child process.
+    """A solver with the interface of `solvers.base.Solver`, in a child process that starts when it is first asked.
 
     Args:
         name: Strategy.
@@ -50,18 +53,7 @@ class RemoteSolver:
         self.name = name
         self.graph = graph
         self._front: tuple[Point, ...] = ()
-        to_child, from_parent = os.pipe()[::-1]
-        from_child, to_parent = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "checkmate_tf.solvers.remote", str(from_parent), str(to_parent)],
-            pass_fds=(from_parent, to_parent),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        )
-        os.close(from_parent)
-        os.close(to_parent)
-        self._send = Connection(to_child, readable=False)
-        self._receive = Connection(from_child, writable=False)
-        self._send.send((name, graph))
+        self._child: _Child | None = None
 
     def solve(self, budget_bytes: int, options: Options) -> Solution:
         """The cheapest schedule found within the budget; see Solver.solve.
@@ -94,43 +86,138 @@ class RemoteSolver:
         return self._ask(("minimum", time_limit_s, own), time_limit_s, None)
 
     def close(self) -> None:
-        """Ends the process."""
+        """Gives the process back, for the next solver."""
+        if self._child is not None:
+            self._child = None
+            self._release()
+
+    def _ask(self, request: tuple, limit_s: float, on_progress):
+        if self._child is None:
+            self._child = _take()
+            self._release = weakref.finalize(self, _give_back, self._child)
+            self._child.send(("graph", self.name, self.graph))
+        try:
+            self._child.send(request)
+            while True:
+                kind, *answer = self._child.receive(limit_s + _PATIENCE_S)
+                if kind == "progress":
+                    if on_progress is not None:
+                        on_progress(*answer)
+                    continue
+                self._child.is_idle = True
+                if kind == "error":
+                    raise CheckmateError(f"the solver failed: {answer[0]}")
+                return answer[0]
+        finally:
+            if not self._child.is_idle:  # it died, hangs, or the user has interrupted it
+                self.close()
+
+
+class _Child:
+    """A process that solves for one graph after the other.
+
+    Attributes:
+        is_idle: It has answered what it was asked last.
+    """
+
+    def __init__(self):
+        self.is_idle = True
+        to_child, from_parent = os.pipe()[::-1]
+        from_child, to_parent = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "checkmate_tf.solvers.remote", str(from_parent), str(to_parent)],
+            pass_fds=(from_parent, to_parent),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+        os.close(from_parent)
+        os.close(to_parent)
+        self._send = Connection(to_child, readable=False)
+        self._receive = Connection(from_child, writable=False)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
+    def send(self, message: tuple) -> None:
+        """Sends a request.
+
+        Raises:
+            CheckmateError: The process died.
+        """
+        self.is_idle = False
+        try:
+            self._send.send(message)
+        except BrokenPipeError as error:
+            raise self._ended() from error
+
+    def receive(self, limit_s: float) -> tuple:
+        """What it says next.
+
+        Raises:
+            CheckmateError: The process died or hangs.
+        """
+        if not self._receive.poll(limit_s):
+            raise CheckmateError(f"the solver did not answer within {limit_s:.0f} s.")
+        try:
+            return self._receive.recv()
+        except EOFError as error:
+            raise self._ended() from error
+
+    def _ended(self) -> CheckmateError:
+        return CheckmateError(f"the solver's process ended with code {self._process.poll()}.")
+
+    def end(self) -> None:
+        """Ends the process, whatever it is doing."""
         self._send.close()
         self._receive.close()
         self._process.kill()
         self._process.wait()
 
-    def __del__(self):
-        if hasattr(self, "_process"):
-            self.close()
 
-    def _ask(self, request: tuple, limit_s: float, on_progress):
-        try:
-            self._send.send(request)
-            while True:
-                if not self._receive.poll(limit_s + _PATIENCE_S):
-                    raise CheckmateError(f"the solver did not answer within {limit_s + _PATIENCE_S:.0f} s.")
-                kind, *answer = self._receive.recv()
-                if kind == "progress":
-                    if on_progress is not None:
-                        on_progress(*answer)
-                elif kind == "error":
-                    raise CheckmateError(f"the solver failed: {answer[0]}")
-                else:
-                    return answer[0]
-        except (EOFError, BrokenPipeError) as error:
-            raise CheckmateError(f"the solver's process ended with code {self._process.poll()}.") from error
+_MOST_SPARE = 2  # as many as a planner has orders; one takes a second of CPU time to start
+_spare: list[_Child] = []
+_spare_lock = threading.RLock()  # the garbage collector may close a solver while a lock is held
+
+
+def _take() -> _Child:
+    """A process that has nothing to do, new if there is none."""
+    with _spare_lock:
+        while _spare:
+            child = _spare.pop()
+            if child.is_running:
+                return child
+            child.end()
+    return _Child()
+
+
+def _give_back(child: _Child) -> None:
+    """Keeps a process for the next solver, unless it is still at work or there are enough."""
+    with _spare_lock:
+        if child.is_idle and len(_spare) < _MOST_SPARE:
+            _spare.append(child)
+            return
+    child.end()
+
+
+@atexit.register
+def _end_spare() -> None:
+    with _spare_lock:
+        while _spare:
+            _spare.pop().end()
 
 
 def _serve(receive: Connection, send: Connection) -> None:
-    """Answers requests until the other side closes."""
-    name, graph = receive.recv()
-    solver = create(name, graph)
+    """Answers requests until the other side closes. A graph begins anew, and is not answered."""
+    solver = None
     while True:
         try:
             kind, *arguments = receive.recv()
         except EOFError:
             return
+        if kind == "graph":
+            solver = create(*arguments)
+            continue
         try:
             send.send(("answer", _answer(solver, kind, arguments, send)))
         except (ArithmeticError, CheckmateError, LookupError, MemoryError, TypeError, ValueError) as error:

@@ -227,3 +227,14 @@ def test_a_graph_without_nodes_has_an_empty_schedule_or_a_reason(strategy):
         assert "needs forward nodes" in solution.reason
     else:
         assert len(solution.schedule.sequence()) == solution.cost == solution.bound == 0
+
+
+@pytest.mark.parametrize("strategy", names())
+@pytest.mark.parametrize("keep_order", [True, False])
+def test_a_graph_of_nothing_but_what_is_held_throughout(strategy, keep_order):
+    """What is left of a step that has nothing large enough to plan."""
+    solver = create(strategy, Graph.build([], [], [], fixed_bytes=10))
+    options = Options(time_limit_s=2.0, keep_order=keep_order)
+    assert solver.solve(5, options).schedule is None
+    for budget in (10, 20):
+        assert solver.solve(budget, options).status in (Status.OPTIMAL, Status.UNKNOWN)

@@ -1,0 +1,200 @@
+"""Measures what loops and their lists of tensors hold, which shapes do not tell.
+
+A `tf.while_loop` that is differentiated keeps, in lists, what its gradient reads of every turn. Loops,
+and ops that make or read such lists, are run one after the other, each with what those before it have
+really made and stand-ins for the rest; the allocator then says what each one leaves behind.
+
+Only loops that count whole numbers are run, and none that changes a variable or draws from a state:
+others might never end, or train. What they hold stays unknown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import function_pb2, node_def_pb2
+from tensorflow.python.framework import op_def_registry
+
+from checkmate_tf.core.opgraph import OpGraph
+from checkmate_tf.lowering import device as devices
+from checkmate_tf.lowering.extract import ExtractedStep
+from checkmate_tf.lowering.rebuild import call_unoptimized
+from checkmate_tf.lowering.single_op import known_value, nbytes, single_op, stand_in
+
+_log = logging.getLogger(__name__)
+
+_LOOPS = frozenset({"While", "StatelessWhile"})
+_CALLS = frozenset(
+    {*_LOOPS, "If", "StatelessIf", "Case", "StatelessCase", "PartitionedCall", "StatefulPartitionedCall"}
+)
+_COMPARISONS = frozenset({"Less", "LessEqual", "Greater", "GreaterEqual"})
+_OF_CONDITIONS = _COMPARISONS | {"LogicalAnd", "Identity", "Const", "NoOp"}
+_ONLY_READ = frozenset({"ReadVariableOp", "VariableShape", "ResourceGather"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What an op was seen to do.
+
+    Attributes:
+        time_s: Seconds of one run.
+        held_bytes: What it leaves behind beside its outputs of known size.
+        workspace_bytes: What it takes at its peak beyond what it leaves behind.
+    """
+
+    time_s: float
+    held_bytes: int
+    workspace_bytes: int
+
+
+def measure_loops(step: ExtractedStep, device: str) -> dict[int, Held]:
+    """Runs loops and the ops that make or read lists.
+
+    Args:
+        step: The step.
+        device: That holds the model.
+
+    Returns:
+        What each op holds, without those that were not run and those that need what these make.
+    """
+    chosen = [op for op in range(step.op_graph.n) if _is_opaque(step, op)]
+    runs = _Runs(step, device, chosen)
+    found = {}
+    for op in chosen:
+        try:
+            held = runs.run(op)
+        except tf.errors.OpError as error:
+            _log.debug("cannot run %s: %s", step.op_graph.names[op], error)
+            continue
+        if held is not None:
+            found[op] = held
+    return found
+
+
+def with_lists(graph: OpGraph, step: ExtractedStep, found: Mapping[int, Held]) -> OpGraph:
+    """Gives what an op holds in lists to that of them which is read last."""
+    tensor_bytes, persistent = graph.tensor_bytes.copy(), graph.persistent.copy()
+    last_reader = np.zeros(len(tensor_bytes), dtype=np.int64)
+    for op, inputs in enumerate(graph.inputs):
+        last_reader[list(inputs)] = op
+    for op, held in found.items():
+        unsized = _unsized_outputs(step, op)
+        if unsized:
+            last = max(unsized, key=lambda t: last_reader[t])
+            tensor_bytes[last], persistent[last] = held.held_bytes, False
+    return dataclasses.replace(graph, tensor_bytes=tensor_bytes, persistent=persistent)
+
+
+def _unsized_outputs(step: ExtractedStep, op: int) -> list[int]:
+    outputs = _operation(step, op).outputs
+    return [t for t, tensor in zip(step.op_graph.outputs[op], outputs, strict=False) if not _is_sized(tensor)]
+
+
+def _operation(step: ExtractedStep, op: int) -> tf.Operation:
+    return step.graph.get_operation_by_name(step.op_graph.names[op])
+
+
+def _is_sized(tensor: tf.Tensor) -> bool:
+    return tensor.dtype in (tf.resource, tf.string) or (tensor.dtype != tf.variant and tensor.shape.is_fully_defined())
+
+
+def _is_opaque(step: ExtractedStep, op: int) -> bool:
+    operation = _operation(step, op)
+    return operation.type in _LOOPS or not all(map(_is_sized, [*operation.inputs, *operation.outputs]))
+
+
+class _Runs:
+    """Runs ops one after the other and keeps what later ones read."""
+
+    def __init__(self, step: ExtractedStep, device: str, chosen: list[int]):
+        self._step = step
+        self._device = device
+        self._nodes = {node.name: node for node in step.traced.graph_def.node}
+        self._library = step.traced.graph_def.library
+        self._bodies = {body.signature.name: body for body in self._library.function}
+        self._wanted = {t.name for op in chosen for t in _operation(step, op).inputs}
+        function = step.traced.function
+        inputs = function.graph.inputs
+        captured = function.captured_inputs
+        self._made: dict[str, tf.Tensor] = dict(
+            zip([t.name for t in inputs[len(inputs) - len(captured) :]], captured, strict=True)
+        )
+
+    def run(self, op: int) -> Held | None:
+        """What an op holds, or None where it must not or cannot be run.
+
+        Raises:
+            tf.errors.OpError: It cannot run alone.
+        """
+        operation = _operation(self._step, op)
+        node = self._nodes[operation.name]
+        arguments = [self._argument(t) for t in operation.inputs]
+        if any(value is None for value in arguments) or not self._is_safe(node, operation):
+            return None
+        known = {k: v for k, v in enumerate(arguments) if isinstance(v, np.ndarray)}
+        function = single_op(node, operation, known, library=self._library)
+        fed = [value for k, value in enumerate(arguments) if k not in known]
+        before = devices.in_use_bytes(self._device)
+        devices.reset_peak(self._device)
+        start = time.perf_counter()
+        results = call_unoptimized(function, fed)
+        time_s = time.perf_counter() - start
+        left, peak = devices.in_use_bytes(self._device) - before, devices.peak_bytes(self._device) - before
+        uncounted = devices.uncounted_below_bytes(self._device)
+        sizes = [nbytes(t) for t in operation.outputs if _is_sized(t) and t.dtype not in (tf.resource, tf.string)]
+        sized = sum(size for size in sizes if size >= uncounted)
+        for tensor, value in zip(operation.outputs, results, strict=True):
+            if tensor.name in self._wanted:
+                self._made[tensor.name] = value
+        return Held(time_s, max(0, left - sized), max(0, peak - max(left, sized)))
+
+    def _argument(self, tensor: tf.Tensor) -> tf.Tensor | np.ndarray | None:
+        """What to feed: what was made, a known value, or a stand-in; None where none of these will do."""
+        if tensor.name in self._made:
+            return self._made[tensor.name]
+        if not _is_sized(tensor) or tensor.dtype in (tf.resource, tf.string):
+            return None
+        known = known_value(tensor)
+        return stand_in(tensor) if known is None else known
+
+    def _is_safe(self, node: node_def_pb2.NodeDef, operation: tf.Operation) -> bool:
+        """Whether an op ends, and changes nothing."""
+        if not _reads_only([node], self._bodies):
+            return False
+        if operation.type not in _LOOPS:
+            return True
+        counts = all(
+            t.name in self._made or known_value(t) is not None
+            for t in operation.inputs
+            if t.dtype.is_integer and t.shape.rank == 0
+        )
+        return counts and _is_counting(self._bodies[node.attr["cond"].func.name])
+
+
+def _is_counting(condition: function_pb2.FunctionDef) -> bool:
+    """Whether a loop's condition compares whole numbers, and does nothing else."""
+    return all(
+        node.op in _OF_CONDITIONS and (node.op not in _COMPARISONS or tf.as_dtype(node.attr["T"].type).is_integer)
+        for node in condition.node_def
+    )
+
+
+def _reads_only(nodes, bodies: Mapping[str, function_pb2.FunctionDef]) -> bool:
+    """Whether ops, with all functions that they call, have no state but variables that they read."""
+    return all(
+        (node.op in _CALLS or node.op in _ONLY_READ or not op_def_registry.get(node.op).is_stateful)
+        and all(name in bodies and _reads_only(bodies[name].node_def, bodies) for name in _called(node))
+        for node in nodes
+    )
+
+
+def _called(node: node_def_pb2.NodeDef) -> Iterator[str]:
+    for value in node.attr.values():
+        if value.HasField("func"):
+            yield value.func.name
+        yield from (function.name for function in value.list.func)

@@ -1,0 +1,110 @@
+"""One op of a step as a function of its own, and values to feed it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
+
+from checkmate_tf.lowering.rebuild import as_function
+
+BEHIND_POOLING = "MaxPoolGrad"  # runs behind max pooling here: oneDNN's gradient uses what that has kept
+_KNOWN_BYTES = 4096  # the value of a tensor is looked for up to this size
+
+
+def single_op(
+    original: node_def_pb2.NodeDef,
+    operation: tf.Operation,
+    known: Mapping[int, np.ndarray],
+    *,
+    fresh: int | None = None,
+    library: function_pb2.FunctionDefLibrary | None = None,
+):
+    """A function of one op, which takes its inputs but for those that are known, and returns its outputs.
+
+    The gradient of max pooling does not take the pooled values: they are made inside the function.
+
+    Args:
+        original: The op in its graph.
+        operation: The same op where shapes are known.
+        known: Position of an input -> its value.
+        fresh: Position of an input that is made inside the function, uninitialised, so that it dies at the op.
+        library: The functions that the op calls.
+    """
+    graph_def = graph_pb2.GraphDef()
+    if library is not None:
+        graph_def.library.CopyFrom(library)
+    node = node_def_pb2.NodeDef()
+    node.CopyFrom(original)
+    del node.input[:]
+    feeds = []
+    for k, tensor in enumerate(operation.inputs):
+        name = f"input{k}"
+        node.input.append(name)
+        dtype = tensor.dtype.as_datatype_enum
+        if k in known:
+            graph_def.node.append(_constant(name, known[k], dtype))
+        elif k == fresh:
+            graph_def.node.append(
+                _constant(f"{name}_shape", np.array(tensor.shape.as_list(), np.int32), tf.int32.as_datatype_enum)
+            )
+            empty = graph_def.node.add(name=name, op="Empty", input=[f"{name}_shape"])
+            empty.attr["dtype"].type = dtype
+        elif k == 1 and original.op == BEHIND_POOLING:
+            graph_def.node.append(_pooling(original))
+            node.input[k] = "pooling"
+        else:
+            graph_def.node.append(_placeholder(name, tensor))
+            feeds.append(f"{name}:0")
+    graph_def.node.append(node)
+    return as_function(graph_def, feeds, [t.name for t in operation.outputs], [])
+
+
+def pooling_of(gradient: node_def_pb2.NodeDef, operation: tf.Operation):
+    """A function of the max pooling that a gradient belongs to."""
+    graph_def = graph_pb2.GraphDef(node=[_placeholder("input0", operation.inputs[0]), _pooling(gradient)])
+    return as_function(graph_def, ["input0:0"], ["pooling:0"], [])
+
+
+def _placeholder(name: str, tensor: tf.Tensor) -> node_def_pb2.NodeDef:
+    placeholder = node_def_pb2.NodeDef(name=name, op="Placeholder")
+    placeholder.attr["dtype"].type = tensor.dtype.as_datatype_enum
+    placeholder.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
+    return placeholder
+
+
+def _pooling(gradient: node_def_pb2.NodeDef) -> node_def_pb2.NodeDef:
+    """The max pooling of `input0`."""
+    pooling = node_def_pb2.NodeDef(name="pooling", op="MaxPool", input=["input0"])
+    for name in ("T", "ksize", "strides", "padding", "data_format"):
+        pooling.attr[name].CopyFrom(gradient.attr[name])
+    return pooling
+
+
+def _constant(name: str, value: np.ndarray, dtype: int) -> node_def_pb2.NodeDef:
+    node = node_def_pb2.NodeDef(name=name, op="Const")
+    node.attr["dtype"].type = dtype
+    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
+    return node
+
+
+def known_value(tensor: tf.Tensor) -> np.ndarray | None:
+    """The value of a small tensor (a shape, an axis, a constant) that does not depend on the batch."""
+    if nbytes(tensor) > _KNOWN_BYTES:
+        return None
+    if tensor.op.type == "ShapeN":
+        shape = tensor.op.inputs[tensor.value_index].shape
+        return np.array(shape.as_list(), tensor.dtype.as_numpy_dtype) if shape.is_fully_defined() else None
+    return tf.get_static_value(tensor)
+
+
+def stand_in(tensor: tf.Tensor) -> tf.Tensor:
+    """A value to feed: a plain number, so that nothing is denormal; zeros where they index."""
+    return tf.fill(tensor.shape, tf.cast(0.5 if tensor.dtype.is_floating else 0, tensor.dtype))
+
+
+def nbytes(tensor: tf.Tensor) -> int:
+    """Bytes of a tensor of known shape."""
+    return tensor.shape.num_elements() * tensor.dtype.size

@@ -1,0 +1,48 @@
+"""A budget is kept, or refused before a step has run."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import assert_same_state
+from keras import layers
+from keras_models import BATCH, compiled, images, sequential
+
+import checkmate_tf
+from checkmate_tf.errors import NoScheduleFound
+from checkmate_tf.keras.train_step import planned_training
+from checkmate_tf.planning.planner import Planner
+
+
+def test_a_plan_that_no_longer_keeps_its_budget_is_not_run(options, monkeypatch):
+    """What else uses the device may have changed since the model was planned."""
+    plain, model = compiled(sequential(depth=2, dropout=0)), compiled(sequential(depth=2, dropout=0))
+    plain.set_weights(model.get_weights())
+    x, y = images(BATCH)
+    spec = tf.TensorSpec(x.shape, tf.float64), tf.TensorSpec(y.shape, tf.int64)
+    checkmate_tf.compile(model, 0.7, input_spec=spec, **options)
+    monkeypatch.setattr(Planner, "confirmed", lambda *_: None)
+    with pytest.raises(NoScheduleFound, match="Smallest budget found"):
+        model.train_on_batch(x, y)
+    assert planned_training(model) is None
+    for one in (plain, model):
+        one.train_on_batch(x, y)
+    assert_same_state(plain, model)
+
+
+@pytest.mark.parametrize("kind", [layers.GRU, layers.LSTM])
+def test_a_loop_over_time_keeps_its_budget(kind, options):
+    """Its lists hold most of the step; they were left out of the promise."""
+    batch, length, units = 256, 24, 128
+    stack = [keras.Input((length, 8)), kind(units, return_sequences=True), layers.GlobalAveragePooling1D()]
+    model = compiled(keras.Sequential([*stack, layers.Dense(5)]))
+    random = np.random.default_rng(0)
+    checkmate_tf.compile(model, 1.0, **options)
+    for _ in range(2):
+        model.train_on_batch(random.normal(size=(batch, length, 8)), random.integers(0, 5, batch))
+    report = checkmate_tf.report(model)
+    assert report.notes == ()
+    assert report.measured_peak_bytes > length * batch * units * 8
+    assert report.measured_peak_bytes <= report.budget_bytes
