@@ -123,11 +123,11 @@ class StagesSolver(Solver):
             return self._solution(recorder, clock, status=Status.OPTIMAL, bound_of=BOUND_OF)
         self._cut(budget_bytes, recorder, options)
         clock.phase("cuts")
-        self._evict(budget_bytes, recorder, options)
-        clock.phase("evict")
         if self.graph.n > LARGE and self.graph.is_gradient.any():
             improve(self.evaluator, budget_bytes, recorder, options)
             return self._solution(recorder, clock, bound_of=BOUND_OF)
+        self._evict(budget_bytes, recorder, options)
+        clock.phase("evict")
         if self._chain is not None:
             recorder.offer(self._chain.schedule(self.evaluator, budget_bytes))
             recorder.raise_bound(self._chain.cost(budget_bytes))
