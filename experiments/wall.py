@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 
-from recording import KERAS_PACKAGES, RESULTS, merged, read_rows, run_worker, send_rows, write_result
+from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 
 MODELS = ("MobileNet 96", "small U-Net", "small Transformer")
 MARGIN = 0.05  # of the budget, between it and the limit: for what planning holds meanwhile, and the batch in the making
@@ -144,12 +144,11 @@ def main() -> int:
             budget, losses, cache_dir = rest
             send_rows([walled(name, int(budget), json.loads(losses), cache_dir)])
         return 0
-    rows = read_rows(args.out)
+    settings = {"margin": MARGIN, "training_steps": TRAINING_STEPS, "time_limit_s": TIME_LIMIT_S}
+    result = ResultFile(args.out, settings, ("model",), KERAS_PACKAGES)
     for name in args.models:
-        rows = merged(rows, sweep(name, args.steps), lambda row: (row["model"],))
-        settings = {"margin": MARGIN, "training_steps": TRAINING_STEPS, "time_limit_s": TIME_LIMIT_S}
-        write_result(args.out, rows, settings, KERAS_PACKAGES)
-    return int(any(row["outcome"] in ("over", "broken") for row in rows))
+        result.add(sweep(name, args.steps))
+    return int(any(row["outcome"] in ("over", "broken") for row in result.rows))
 
 
 if __name__ == "__main__":

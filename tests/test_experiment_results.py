@@ -102,6 +102,11 @@ SCHEMAS = {
         "within_budget largest_difference tolerance notes",
         settings="fraction steps",
     ),
+    "wall": Schema(
+        ("model", "limit_mib"),
+        "budget_bytes plain_peak_bytes least_bytes outcome why seconds",
+        settings="margin training_steps time_limit_s",
+    ),
     "solvers": Schema(
         ("graph", "budget", "strategy", "time_limit_s"), "status cost bound seconds", settings="seed", keras=False
     ),

@@ -16,7 +16,7 @@ from checkmate_tf.lowering.device import uncounted_below_bytes
 
 _log = logging.getLogger(__name__)
 
-_VERSION = 3
+_VERSION = 4
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,6 +13,8 @@ from checkmate_tf.lowering.rebuild import as_function
 
 BEHIND_POOLING = "MaxPoolGrad"  # runs behind max pooling here: oneDNN's gradient uses what that has kept
 _KNOWN_BYTES = 4096  # the value of a tensor is looked for up to this size
+_DRAWN = 10_007  # different numbers in a stand-in
+_SMALLEST = 1e-3
 
 
 def single_op(
@@ -101,8 +104,20 @@ def known_value(tensor: tf.Tensor) -> np.ndarray | None:
 
 
 def stand_in(tensor: tf.Tensor) -> tf.Tensor:
-    """A value to feed: a plain number, so that nothing is denormal; zeros where they index."""
-    return tf.fill(tensor.shape, tf.cast(0.5 if tensor.dtype.is_floating else 0, tensor.dtype))
+    """A value to feed: numbers as activations have them, none negative or denormal; zeros where they index.
+
+    Kernels branch on values: Erfc took 1.8 ms for one number everywhere, and 4 to 6 ms in a Transformer's step.
+    """
+    if not tensor.dtype.is_floating:
+        return tf.zeros(tensor.shape, tensor.dtype)
+    numbers = tf.constant(_half_normal(), tensor.dtype)
+    count = tensor.shape.num_elements()
+    return tf.reshape(tf.tile(numbers, [-(-count // len(numbers))])[:count], tensor.shape)
+
+
+@functools.cache
+def _half_normal() -> np.ndarray:
+    return np.abs(np.random.default_rng(0).standard_normal(_DRAWN)) + _SMALLEST
 
 
 def nbytes(tensor: tf.Tensor) -> int:
