@@ -13,10 +13,14 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
+from solvers import ratios
+
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
 _MIB = 1 << 20
 _HALF = "0.5"
+_MOST_BUDGETS = 6  # of a graph, beyond which only ranges are shown
+_RATIO_GRAPHS = ("VGG16", "MobileNet", "unet_rt", "ResNet50")  # as in Checkmate's table 2
 
 
 def measured_table(result: dict) -> str:
@@ -86,6 +90,55 @@ def _error(distance: float | None) -> str:
     return "-" if distance is None else f"{distance:.1g}"
 
 
+def solvers_table(result: dict) -> str:
+    """One row per graph of `solvers.py`: what `auto` found at each budget, and in which time."""
+    lines = ["| graph | nodes | budget | extra cost | proven gap | seconds |", "|---|---|---|---|---|---|"]
+    found = [row for row in result["rows"] if row["strategy"] == "auto"]
+    for graph in dict.fromkeys(row["graph"] for row in found):
+        rows = [row for row in found if row["graph"] == graph]
+        if len(rows) > _MOST_BUDGETS:
+            budgets, costs = (
+                f"{rows[0]['budget']} to {rows[-1]['budget']} bytes",
+                _range_of(rows, "cost_increase_percent"),
+            )
+            gaps, seconds = _range_of(rows, "gap_percent"), _range_of(rows, "seconds")
+        else:
+            budgets = " / ".join(str(row["budget"]) for row in rows)
+            costs = " / ".join(_percent(row["cost_increase_percent"]) for row in rows)
+            gaps = " / ".join(_percent(row["gap_percent"]) for row in rows)
+            seconds = " / ".join(f"{row['seconds']:.0f}" for row in rows)
+        lines.append(f"| {graph} | {rows[0]['n']:,} | {budgets} | {costs} | {gaps} | {seconds} |")
+    return "\n".join(lines)
+
+
+def _range_of(rows: list[dict], column: str) -> str:
+    values = [row[column] for row in rows if row[column] is not None]
+    unit = " %" if column.endswith("_percent") else ""
+    return f"{min(values):.2f}{unit} to {max(values):.2f}{unit}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} %"
+
+
+def ratios_table(result: dict) -> str:
+    """Costs relative to the cheapest schedule that any strategy found: rows are strategies, columns graphs."""
+    means = ratios([row for row in result["rows"] if row["graph"] in _RATIO_GRAPHS])
+    graphs = [graph for graph, _ in means]
+    lines = [f"| strategy | {' | '.join(graphs)} |", "|---|" + "---|" * len(graphs)]
+    for strategy in dict.fromkeys(strategy for case in means.values() for strategy in case):
+        cells = [_ratio(case.get(strategy)) for case in means.values()]
+        lines.append(f"| `{strategy}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _ratio(mean: tuple[float, int, int] | None) -> str:
+    if mean is None:
+        return "-"
+    ratio, met, budgets = mean
+    return f"{ratio:.3f}" + ("" if met == budgets else f" ({met} of {budgets})")
+
+
 def part_of_plain(row: dict) -> float:
     """Measured peak / plain Keras's."""
     return row["measured_peak_bytes"] / row["plain_peak_bytes"]
@@ -103,6 +156,8 @@ TABLES = {
     "measured": (RESULTS / "within_budget.json", measured_table),
     "fused": (RESULTS / "within_budget_fused.json", measured_table),
     "peers": (RESULTS / "peers.json", peers_table),
+    "solvers": (RESULTS / "solvers.json", solvers_table),
+    "ratios": (RESULTS / "solvers.json", ratios_table),
 }
 
 

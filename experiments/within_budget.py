@@ -4,8 +4,8 @@
     python experiments/within_budget.py --cases MobileNet --budgets 0.5 --out /tmp/out.json
     python experiments/within_budget.py --implementations fused        # results/within_budget_fused.json
 
-Each case runs in a process of its own, in which blocks of plain and of planned steps alternate; the
-first step of a block is not measured. Peaks are the allocator's own, everything on the device
+Each case runs in a process of its own, in which blocks of planned and of plain steps alternate, each with
+some steps to warm up. Peaks are the allocator's own, everything on the device
 included. Budgets are fractions of the plain step's measured peak, or "min": the smallest budget that
 `checkmate_tf.minimum_budget` names, or "all": twice the plain peak, with which nothing is recomputed.
 """
@@ -24,6 +24,8 @@ import time
 
 from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 
+ROUNDS = 2  # of a planned and a plain block
+WARM_UP = 3  # steps of a block that are not measured
 RESERVED = "9GiB"  # of address space, for plain and planned steps alike
 BUDGETS = {
     "VGG16": ["0.8", "0.7", "0.6", "0.5", "min"],
@@ -51,7 +53,14 @@ def main() -> int:
         return 0
     suffix = "" if args.implementations == "exact" else f"_{args.implementations}"
     args.out = args.out or RESULTS / f"within_budget{suffix}.json"
-    settings = {"implementations": args.implementations, "jit_compile": False}
+    settings = {
+        "implementations": args.implementations,
+        "jit_compile": False,
+        "time_limit_s": args.time_limit,
+        "rounds": ROUNDS,
+        "warm_up_steps": WARM_UP,
+        "steps_in_a_block": args.steps,
+    }
     result = ResultFile(args.out, settings, ("case", "budget"), KERAS_PACKAGES)
     for case in args.cases:
         budgets = args.budgets or [*BUDGETS[case], *(["all"] if args.implementations == "fused" else [])]
@@ -87,7 +96,7 @@ def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float, imp
         checkmate_tf.restore(model)
         model.make_train_function()
         plain = Stepper(model.train_function, (x, y))
-        plain.run(1 + steps)
+        plain.run(steps)
         plain_peak = max(plain.peaks[1:])
         for budget in budgets:
             if budget == "min":
@@ -96,26 +105,25 @@ def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float, imp
                 ).budget_bytes
             else:
                 budget_bytes = int((2.0 if budget == "all" else float(budget)) * plain_peak)
-            start = time.perf_counter()
+            row = {"case": name, "budget": budget, "budget_bytes": budget_bytes}
             try:
-                checkmate_tf.compile(model, budget_bytes, **options)
+                row |= measure(model, (x, y), plain, budget_bytes, options, steps)
             except checkmate_tf.CheckmateError as error:
-                print(f"{name} {budget}: {error}", flush=True)
-                rows.append({"case": name, "budget": budget, "budget_bytes": budget_bytes, "error": str(error)})
-                continue
-            compile_s = time.perf_counter() - start
-            model.make_train_function()
-            rows.append(measure(name, budget, plain_peak, plain, Stepper(model.train_function, (x, y)), model, steps))
-            rows[-1] |= {"compile_s": round(compile_s, 2), "time_limit_s": time_limit_s, "steps_in_a_block": steps}
+                row["error"] = str(error)
+            rows.append(row | {"plain_peak_bytes": plain_peak})
             print(json.dumps({k: v for k, v in rows[-1].items() if k != "phases_s"}), flush=True)
-            checkmate_tf.restore(model)
         for row in rows:
             row["cold_compile_s"] = cold_compile_s
     return rows
 
 
 class Stepper:
-    """Runs training steps on one batch and measures each."""
+    """Runs training steps on one batch and measures each.
+
+    Attributes:
+        peaks: Bytes, of each step.
+        seconds: Of each step that was not for warming up.
+    """
 
     def __init__(self, train_function, batch):
         self._train_function = train_function
@@ -124,46 +132,58 @@ class Stepper:
         self.seconds: list[float] = []
 
     def run(self, steps: int) -> None:
-        """Runs and measures some steps."""
+        """Runs some steps to warm up and measures the next ones."""
         import tensorflow as tf
 
-        for _ in range(steps):
+        for step in range(WARM_UP + steps):
             tf.config.experimental.reset_memory_stats("CPU:0")
             start = time.perf_counter()
             logs = self._train_function(iter([self._batch]))
             float(logs["loss"])
-            self.seconds.append(time.perf_counter() - start)
+            if step >= WARM_UP:
+                self.seconds.append(time.perf_counter() - start)
             self.peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
 
 
-def measure(name, budget, plain_peak, plain, planned, model, steps) -> dict:
-    """One row: a block of planned steps between two blocks of plain ones."""
+def measure(model, batch, plain: Stepper, budget_bytes: int, options: dict, steps: int) -> dict:
+    """Blocks of planned and of plain steps in turn, each planned one after compiling as a user would.
+
+    (Plain steps scatter the variables over the allocator's memory; compiling moves them together.)
+    """
     import checkmate_tf
 
-    planned.run(1 + steps)
-    before = plain.seconds[-steps:]
-    plain.run(1 + steps)
-    report = checkmate_tf.report(model)
-    plain_s = statistics.median(before + plain.seconds[-steps:])
-    planned_s = statistics.median(planned.seconds[1:])
+    plain_s, planned_s, first_peaks, peaks, compile_s = [], [], [], [], []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        checkmate_tf.compile(model, budget_bytes, **options)
+        compile_s.append(time.perf_counter() - start)
+        model.make_train_function()
+        planned = Stepper(model.train_function, batch)
+        planned.run(steps)
+        report = checkmate_tf.report(model)
+        planned_s += planned.seconds
+        first_peaks.append(planned.peaks[0])
+        peaks += planned.peaks[1:]
+        checkmate_tf.restore(model)
+        plain.seconds.clear()
+        plain.run(steps)
+        plain_s += plain.seconds
     return {
-        "case": name,
-        "budget": budget,
-        "budget_bytes": report.budget_bytes,
-        "plain_peak_bytes": plain_peak,
         "predicted_peak_bytes": report.predicted_peak_bytes,
-        "first_step_peak_bytes": planned.peaks[0],
-        "measured_peak_bytes": max(planned.peaks[1:]),
-        "within_budget": max(planned.peaks[1:]) <= report.budget_bytes,
-        "plain_step_s": plain_s,
-        "measured_step_s": planned_s,
-        "time_ratio": planned_s / plain_s,
+        "first_step_peak_bytes": max(first_peaks),
+        "measured_peak_bytes": max(peaks),
+        "within_budget": max(peaks) <= budget_bytes,
+        "plain_step_s": statistics.median(plain_s),
+        "measured_step_s": statistics.median(planned_s),
+        "time_ratio": statistics.median(planned_s) / statistics.median(plain_s),
         "predicted_overhead": report.predicted_overhead,
         "gap": report.gap,
         "status": report.status,
         "recomputed_ops": sum(report.recomputed.values()),
         "rules": dict(collections.Counter(row.rule for row in report.implementations)),
         "phases_s": {phase: round(seconds, 2) for phase, seconds in report.phases_s.items()},
+        "compile_s": round(compile_s[0], 2),
+        "compile_again_s": round(compile_s[-1], 2),
         "notes": list(report.notes),
     }
 

@@ -39,8 +39,7 @@ class Schema:
 PEAKS = "plain_peak_bytes predicted_peak_bytes measured_peak_bytes"
 WITHIN_BUDGET = Schema(
     ("case", "budget"),
-    f"budget_bytes {PEAKS} within_budget plain_step_s measured_step_s time_ratio predicted_overhead gap compile_s "
-    "steps_in_a_block",
+    f"budget_bytes {PEAKS} within_budget plain_step_s measured_step_s time_ratio predicted_overhead gap compile_s",
     settings="implementations jit_compile",
 )
 SCHEMAS = {
