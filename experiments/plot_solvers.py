@@ -2,7 +2,7 @@
 
 python experiments/plot_solvers.py [RESULTS.json] [--out FIGURE.png]
 
-One panel per graph, at the middle one of the budgets that most strategies met. A line is a search, from
+One panel per graph, at the smallest of the budgets that most strategies met. A line is a search, from
 its first schedule to its end; an open mark is the best of a baseline, at the time at which it was found.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import statistics
 import sys
 
 from figures import grid
@@ -43,7 +42,7 @@ BASELINES = {
     "lp_rounding_random": "X",
 }
 COLUMNS = 4
-FIRST_S = 0.01  # where the axis of time begins
+FIRST_S, LAST_S = 0.01, 300.0  # where the axis of time begins and ends
 
 
 def main() -> int:
@@ -84,7 +83,7 @@ def panel_rows(rows: list[dict]) -> list[dict]:
     """The rows of one graph that its panel shows: those at one budget."""
     met = [row["budget"] for row in rows if row["history"]]
     most = max(met.count(budget) for budget in met)
-    shown = statistics.median_low(sorted({budget for budget in met if met.count(budget) == most}))
+    shown = min(budget for budget in met if met.count(budget) == most)
     return [row for row in rows if row["budget"] == shown]
 
 
@@ -107,6 +106,7 @@ def _panel(axis: Axes, graph: str, rows: list[dict]) -> None:
     axis.set_title(f"{graph}, budget {rows[0]['budget']:,}", fontsize="medium")
     axis.set_xlabel("seconds")
     axis.set_xscale("log")
+    axis.set_xlim(0.7 * FIRST_S, LAST_S)
     axis.set_yscale("symlog", linthresh=1.0)
     axis.set_ylim(0, 1.5 * axis.get_ylim()[1])
     axis.grid(axis="y", color=style.LIGHT_GREY, linewidth=0.6)

@@ -20,6 +20,7 @@ RESULTS = ROOT / "experiments" / "results"
 _MIB = 1 << 20
 _HALF = "0.5"
 _MOST_BUDGETS = 6  # of a graph, beyond which only ranges are shown
+_TIGHT = 0.5  # budgets below have columns of their own
 _RATIO_GRAPHS = ("VGG16", "MobileNet", "unet_rt", "ResNet50")  # as in Checkmate's table 2
 
 
@@ -123,7 +124,9 @@ def _percent(value: float | None) -> str:
 
 def ratios_table(result: dict) -> str:
     """Costs relative to the cheapest schedule that any strategy found: rows are strategies, columns graphs."""
-    means = ratios([row for row in result["rows"] if row["graph"] in _RATIO_GRAPHS])
+    rows = [row for row in result["rows"] if row["graph"] in _RATIO_GRAPHS]
+    tight = [row | {"graph": f"{row['graph']} at {row['budget']}"} for row in rows if row["budget"] < _TIGHT]
+    means = ratios([row for row in rows if row["budget"] >= _TIGHT] + tight)
     graphs = [graph for graph, _ in means]
     lines = [f"| strategy | {' | '.join(graphs)} |", "|---|" + "---|" * len(graphs)]
     for strategy in dict.fromkeys(strategy for case in means.values() for strategy in case):

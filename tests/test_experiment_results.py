@@ -107,7 +107,10 @@ SCHEMAS = {
         settings="margin training_steps time_limit_s",
     ),
     "solvers": Schema(
-        ("graph", "budget", "strategy", "time_limit_s"), "status cost bound seconds", settings="seed", keras=False
+        ("graph", "budget", "strategy", "time_limit_s"),
+        "n budget_bytes status cost peak_bytes lower_bound bound_of gap_percent judged seconds history",
+        settings="seed",
+        keras=False,
     ),
 }
 THERE = sorted(path.stem for path in RESULTS.glob("*.json"))
