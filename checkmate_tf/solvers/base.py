@@ -39,6 +39,10 @@ class Clock:
             return 0.0
         return max(0.0, self.time_limit_s - self.elapsed_s)
 
+    def left_until(self, until_s: float) -> float:
+        """Seconds to a time on this clock, or to the limit where that is earlier; not below zero."""
+        return max(0.0, min(self.left_s, until_s - self.elapsed_s))
+
     def phase(self, name: str) -> None:
         """Books the time since the last call under `name`."""
         now = time.perf_counter()

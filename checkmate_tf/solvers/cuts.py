@@ -40,8 +40,8 @@ def cut_schedules(evaluator: Evaluator, budget_bytes: int, clock: Clock, until_s
         keep = crossing_values(graph, segments)
         inner, low, high = float(budget_bytes), 0.0, float(budget_bytes)
         for _ in range(_TRIES):
-            left_s = min(clock.left_s, until_s - clock.elapsed_s)
-            if left_s <= 0:
+            left_s = clock.left_until(until_s)
+            if not left_s:
                 return
             held = held_over(graph, graph.num_forward, int(inner), keep, left_s, clock.stop)
             if held is None:

@@ -41,7 +41,7 @@ def evicting_schedules(
         schedule = run.schedule(evaluator, clock, until_s)
         if schedule is not None:
             yield schedule
-        if not clock.left_s or clock.elapsed_s > until_s:
+        if not clock.left_until(until_s):
             return
 
 
@@ -62,7 +62,7 @@ def small_schedules(evaluator: Evaluator, target_bytes: int, clock: Clock, until
             least = schedule.peak_bytes if least is None else min(least, schedule.peak_bytes)
         if least is not None and least <= target_bytes:
             return
-        if not clock.left_s or clock.elapsed_s > until_s:
+        if not clock.left_until(until_s):
             return
         low, high = (inner, high) if least is None else (low, least)
         inner = (low + high + 1) // 2
@@ -85,8 +85,8 @@ class _Run:
         self._out = graph.out_bytes.tolist()
         self._workspace = graph.workspace_bytes.tolist()
         self._may_go = graph.recomputable & ~graph.is_gradient & (graph.out_bytes > 0)
-        self._is_here = np.zeros(graph.n, dtype=bool)
-        self._here = [False] * graph.n  # the same, for single looks
+        self._here = bytearray(graph.n)  # 1 for values that are there: for single looks,
+        self._is_here = np.frombuffer(self._here, dtype=bool)  # and the same memory for many at once
         self._next_use = np.full(graph.n, np.inf)
         self._in_use = int(graph.fixed_bytes)
 
@@ -101,18 +101,15 @@ class _Run:
 
     def _hold_and_run(self, node: int, clock: Clock, until_s: float) -> int | None:
         """Runs a node and returns what was held before. What its row reads late may be too much to hold meanwhile."""
-        while clock.left_s and clock.elapsed_s <= until_s:
-            before = self._is_here.copy(), self._next_use.copy(), self._in_use
+        while clock.left_until(until_s):
+            here, next_use, in_use = bytes(self._here), self._next_use.copy(), self._in_use
             if self._run(node):
-                return mask_of(np.flatnonzero(before[0]))
-            self._is_here, self._next_use, self._in_use = before
-            self._here = self._is_here.tolist()
-            values = np.flatnonzero(self._is_here & self._may_go)
-            if not len(values):
+                return mask_of(np.flatnonzero(np.frombuffer(here, dtype=bool)))
+            self._here[:], self._next_use, self._in_use = here, next_use, in_use
+            values = self._least_worth(self._is_here & self._may_go, node)
+            if not values:
                 return None
-            for value in values[np.argsort(self._worth(values, node), kind="stable")][
-                : (len(values) + 1) // 2
-            ].tolist():
+            for value in values[: (len(values) + 1) // 2]:
                 self._take(value)
         return None
 
@@ -150,9 +147,8 @@ class _Run:
             return True
         may_go = self._is_here & self._may_go
         may_go[staying] = False
-        values = np.flatnonzero(may_go)
         evicted = []
-        for value in values[np.argsort(self._worth(values, node), kind="stable")].tolist():
+        for value in self._least_worth(may_go, node):
             if excess <= 0:
                 break
             self._take(value)
@@ -164,11 +160,14 @@ class _Run:
                 excess += self._out[value]
         return excess <= 0
 
-    def _worth(self, values: np.ndarray, node: int) -> np.ndarray:
+    def _least_worth(self, may_go: np.ndarray, node: int) -> list[int]:
+        """Some values, those first that are worth least."""
+        values = np.flatnonzero(may_go)
         cost_exponent, wait_exponent = self._exponents
         cost = np.array([self._cost_again(value) for value in values.tolist()])
         wait = np.maximum(self._next_use[values] - node, 1.0)
-        return cost**cost_exponent / self._graph.out_bytes[values] / wait**wait_exponent
+        worth = cost**cost_exponent / self._graph.out_bytes[values] / wait**wait_exponent
+        return values[np.argsort(worth, kind="stable")].tolist()
 
     def _cost_again(self, value: int) -> float:
         """Cost of a value and of the nearest of its ancestors that are not there."""
@@ -185,11 +184,11 @@ class _Run:
         return cost
 
     def _put(self, value: int) -> None:
-        self._is_here[value] = self._here[value] = True
+        self._here[value] = 1
         self._in_use += self._out[value]
 
     def _take(self, value: int) -> None:
-        self._is_here[value] = self._here[value] = False
+        self._here[value] = 0
         self._in_use -= self._out[value]
 
     def _drop_if_done(self, value: int) -> None:

@@ -176,10 +176,11 @@ class StagesSolver(Solver):
         clock = Clock(options.time_limit_s)
         self._seed(options)
         recorder = Recorder(self.pool, target_bytes, clock, options)
-        if self.pool.smallest().peak_bytes > target_bytes and self.graph.num_forward:
-            for schedule in small_schedules(self.evaluator, target_bytes, clock, _SMALL_SHARE * options.time_limit_s):
-                recorder.offer(schedule)
-        if self.pool.smallest().peak_bytes > target_bytes and self.graph.num_forward:
+        if not self.graph.num_forward or self.pool.smallest().peak_bytes <= target_bytes:
+            return self.pool.smallest()
+        for schedule in small_schedules(self.evaluator, target_bytes, clock, _SMALL_SHARE * options.time_limit_s):
+            recorder.offer(schedule)
+        if self.pool.smallest().peak_bytes > target_bytes:
             search = self._wide_search(target_bytes, recorder, options)
             search.run(self.pool.front(), until_fits=True)
         return self.pool.smallest()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from checkmate_tf.lowering.implementations.rule import Rule, Site, Variant
+from checkmate_tf.lowering.implementations.taped import with_gradients
 
 
 def _products(site: Site) -> Iterator[Variant]:
@@ -30,7 +31,7 @@ def _transposed_after(a, b, *, gradients: tuple[str, ...], dy=None) -> dict:
         rank = a.shape.rank
         return tf.transpose(tf.raw_ops.BatchMatMulV2(x=a, y=b), [*range(rank - 2), rank - 1, rank - 2])
 
-    return _with_gradients(run, {"a": a, "b": b}, gradients, dy)
+    return with_gradients(run, {"a": a, "b": b}, gradients, dy)
 
 
 def _transposed_within(a, b, *, gradients: tuple[str, ...], dy=None) -> dict:
@@ -39,16 +40,7 @@ def _transposed_within(a, b, *, gradients: tuple[str, ...], dy=None) -> dict:
     def run():
         return tf.raw_ops.BatchMatMulV2(x=b, y=a, adj_x=True, adj_y=True)
 
-    return _with_gradients(run, {"a": a, "b": b}, gradients, dy)
-
-
-def _with_gradients(run, sources: dict, wanted: tuple[str, ...], dy) -> dict:
-    sources = {name: sources[name] for name in wanted}
-    with tf.GradientTape() as tape:
-        tape.watch(list(sources.values()))
-        y = run()
-    found = tape.gradient(y, sources, output_gradients=dy) if wanted else {}
-    return {"y": y} | {f"d{name}": gradient for name, gradient in found.items()}
+    return with_gradients(run, {"a": a, "b": b}, gradients, dy)
 
 
 TRANSPOSED_PRODUCT = Rule(
@@ -72,10 +64,7 @@ def _dropouts(site: Site) -> Iterator[Variant]:
 
 def _masked(x, keep, scale, dy) -> dict:
     """Dropout of a softmax, and its gradient by the chain rule."""
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = tf.where(keep, tf.nn.softmax(x) * scale, 0.0)
-    return {"y": y, "dx": tape.gradient(y, x, output_gradients=dy)}
+    return with_gradients(lambda: tf.where(keep, tf.nn.softmax(x) * scale, 0.0), {"x": x}, ("x",), dy)
 
 
 def _by_its_output(x, keep, scale, dy) -> dict:

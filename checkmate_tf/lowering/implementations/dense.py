@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from checkmate_tf.lowering.implementations.rule import Rule, Site, Variant
+from checkmate_tf.lowering.implementations.taped import with_gradients
 
 
 def _variants(site: Site) -> Iterator[Variant]:
@@ -25,12 +26,7 @@ def _variants(site: Site) -> Iterator[Variant]:
 
 
 def _by_batch(x, weights, dy, *, gradients: tuple[str, ...]) -> dict:
-    sources = {name: source for name, source in (("x", x), ("weights", weights)) if name in gradients}
-    with tf.GradientTape() as tape:
-        tape.watch(list(sources.values()))
-        y = tf.raw_ops.BatchMatMulV2(x=x, y=weights)
-    found = tape.gradient(y, sources, output_gradients=dy)
-    return {"y": y} | {f"d{name}": gradient for name, gradient in found.items()}
+    return with_gradients(lambda: tf.raw_ops.BatchMatMulV2(x=x, y=weights), {"x": x, "weights": weights}, gradients, dy)
 
 
 def _at_once(x, weights, dy, *, gradients: tuple[str, ...]) -> dict:

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
 
-from checkmate_tf.lowering.implementations.rule import Rule, Site, Variant
-
-
-def _variants(site: Site) -> Iterator[Variant]:
-    """With and without a gradient."""
-    (x,) = site.inputs
-    if x.dtype == tf.float32 and x.shape.is_fully_defined():
-        yield Variant((("x", x), ("dy", x)))
-        yield Variant((("x", x),))
-
-
-def _decomposed(x, dy=None) -> dict:
-    """x / 2 * erfc(-x / sqrt(2)) and its gradient by the chain rule."""
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = keras.activations.gelu(x, approximate=False)
-    return {"y": y} if dy is None else {"y": y, "dx": tape.gradient(y, x, output_gradients=dy)}
+from checkmate_tf.lowering.implementations.rule import Rule
+from checkmate_tf.lowering.implementations.taped import activation_variants, of_activation
 
 
 def _lean(x, dy=None) -> dict:
@@ -43,7 +28,7 @@ GELU = Rule(
     saves="one of three tensors of the input's size that live until the gradient, and some passes over them",
     tolerance=1e-5,
     anchor="Erfc",
-    variants=_variants,
-    pattern=_decomposed,
+    variants=activation_variants,
+    pattern=functools.partial(of_activation, functools.partial(keras.activations.gelu, approximate=False)),
     replacement=_lean,
 )

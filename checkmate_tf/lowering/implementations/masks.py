@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from checkmate_tf.lowering.implementations.rule import Rule, Site, Variant
+from checkmate_tf.lowering.implementations.taped import of_activation
 
 _READS_SHAPE = frozenset({"Shape", "ShapeN", "Rank", "Size"})
 _MAX_POOLING = frozenset({"MaxPool", "MaxPoolGrad"})
@@ -37,14 +38,6 @@ def _variants(site: Site) -> Iterator[Variant]:
         yield Variant((("x", x), ("dy", x)))
 
 
-def _from_output(x, dy, *, activation) -> dict:
-    """What the gradient tape makes of a ReLU."""
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = activation(x)
-    return {"y": y, "dx": tape.gradient(y, x, output_gradients=dy)}
-
-
 def _from_mask(x, dy, *, activation, most: float) -> dict:
     y = activation(x)
     mask = y > 0.0 if math.isinf(most) else (y > 0.0) & (y < most)
@@ -58,7 +51,7 @@ def _rule(anchor: str, activation, most: float) -> Rule:
         tolerance=1e-6,
         anchor=anchor,
         variants=_variants,
-        pattern=functools.partial(_from_output, activation=activation),
+        pattern=functools.partial(of_activation, activation),
         replacement=functools.partial(_from_mask, activation=activation, most=most),
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from checkmate_tf.lowering.implementations.rule import Rule, Site, Variant
+from checkmate_tf.lowering.implementations.taped import with_gradients
 
 _OPS = {"Conv2D": tf.raw_ops.Conv2D, "DepthwiseConv2dNative": tf.raw_ops.DepthwiseConv2dNative}
 
@@ -46,7 +47,7 @@ def _padded_before(x, weights, *, kind: str, paddings, strides, dilations, gradi
         padded = tf.pad(x, paddings)
         return _OPS[kind](input=padded, filter=weights, strides=strides, dilations=dilations, padding="VALID")
 
-    return _with_gradients(run, {"x": x, "weights": weights}, gradients, dy)
+    return with_gradients(run, {"x": x, "weights": weights}, gradients, dy)
 
 
 def _padded_within(x, weights, *, kind: str, paddings, strides, dilations, gradients, dy=None) -> dict:
@@ -55,16 +56,7 @@ def _padded_within(x, weights, *, kind: str, paddings, strides, dilations, gradi
     def run():
         return _OPS[kind](input=x, filter=weights, strides=strides, dilations=dilations, padding="SAME")
 
-    return _with_gradients(run, {"x": x, "weights": weights}, gradients, dy)
-
-
-def _with_gradients(run, sources: dict, wanted: tuple[str, ...], dy) -> dict:
-    sources = {name: sources[name] for name in wanted}
-    with tf.GradientTape() as tape:
-        tape.watch(list(sources.values()))
-        y = run()
-    found = tape.gradient(y, sources, output_gradients=dy) if wanted else {}
-    return {"y": y} | {f"d{name}": gradient for name, gradient in found.items()}
+    return with_gradients(run, {"x": x, "weights": weights}, gradients, dy)
 
 
 def _rule(kind: str, name: str) -> Rule:

@@ -21,6 +21,7 @@ from tensorflow.core.framework import node_def_pb2
 
 from checkmate_tf.errors import ModelError
 from checkmate_tf.lowering.implementations.rule import Rule, Site, Variant
+from checkmate_tf.lowering.implementations.taped import with_gradients
 from checkmate_tf.lowering.implementations.view import parsed
 
 _NAME = "pooling_by_places"
@@ -52,11 +53,12 @@ def _keeps_places() -> bool:
 
 def _by_values(x, dy, *, ksize, strides, padding: str, relu: bool) -> dict:
     """What the gradient tape makes of max pooling."""
-    with tf.GradientTape() as tape:
-        tape.watch(x)
+
+    def run():
         pooled = tf.nn.relu(x) if relu else x
-        y = tf.raw_ops.MaxPool(input=pooled, ksize=ksize, strides=strides, padding=padding)
-    return {"y": y, "dx": tape.gradient(y, x, output_gradients=dy)}
+        return tf.raw_ops.MaxPool(input=pooled, ksize=ksize, strides=strides, padding=padding)
+
+    return with_gradients(run, {"x": x}, ("x",), dy)
 
 
 def _by_places(x, dy, *, ksize, strides, padding: str, relu: bool) -> dict:

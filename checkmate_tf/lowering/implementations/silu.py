@@ -6,28 +6,13 @@ gradient and x is the gradient times sigmoid(x).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 
 import keras
 import tensorflow as tf
 
-from checkmate_tf.lowering.implementations.rule import Rule, Site, Variant
-
-
-def _variants(site: Site) -> Iterator[Variant]:
-    """With and without a gradient."""
-    (x,) = site.inputs
-    if x.dtype == tf.float32 and x.shape.is_fully_defined():
-        yield Variant((("x", x), ("dy", x)))
-        yield Variant((("x", x),))
-
-
-def _decomposed(x, dy=None) -> dict:
-    """What `keras.activations.silu` does: its gradient computes the sigmoid again."""
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = keras.activations.silu(x)
-    return {"y": y} if dy is None else {"y": y, "dx": tape.gradient(y, x, output_gradients=dy)}
+from checkmate_tf.lowering.implementations.rule import Rule
+from checkmate_tf.lowering.implementations.taped import activation_variants, of_activation
 
 
 def _lean(x, dy=None) -> dict:
@@ -46,7 +31,7 @@ SILU = Rule(
     saves="a tensor of the input's size in its gradient, and three of eight passes over such tensors",
     tolerance=1e-5,
     anchor="Sigmoid",
-    variants=_variants,
-    pattern=_decomposed,
+    variants=activation_variants,
+    pattern=functools.partial(of_activation, keras.activations.silu),  # its gradient computes the sigmoid again
     replacement=_lean,
 )
