@@ -1,0 +1,167 @@
+"""Alternatives are offered where they may pay and nowhere else, and hold less where they are chosen."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from rule_training import Training, model_of, name_of
+from tiny_steps import numbers
+
+from checkmate_tf.errors import ModelError
+from checkmate_tf.lowering.extract import extract
+from checkmate_tf.lowering.implementations import pooling as by_places
+from checkmate_tf.lowering.implementations.registry import RULES
+from checkmate_tf.lowering.trace import trace
+
+layers = keras.layers
+
+
+def pooled(*between, pooling=None, dtype="float32") -> keras.Model:
+    """Two convolutions with pooling between them."""
+    stack = [layers.Conv2D(4, 3, padding="same", dtype=dtype), *between]
+    stack += [pooling or layers.MaxPooling2D(dtype=dtype), layers.Conv2D(2, 1, dtype=dtype)]
+    return model_of(*stack, shape=(8, 10, 3), dtype=dtype)
+
+
+def kept_for_gradients(traced, least_bytes: int) -> set[str]:
+    """Types of the forward ops whose outputs of some size gradients read."""
+    graph = extract(traced).op_graph
+    return {
+        graph.types[graph.producer[owner]]
+        for op in np.flatnonzero(graph.is_gradient)
+        for owner in graph.storage_inputs[op]
+        if graph.tensor_bytes[owner] >= least_bytes and not graph.is_gradient[graph.producer[owner]]
+    }
+
+
+def offered(model: keras.Model, x: np.ndarray) -> list[str]:
+    return [fired.rule for fired in Training(model, x).fused().offered]
+
+
+def test_alternatives_are_offered_and_put_only_where_they_are_chosen():
+    relu = layers.ReLU
+    stack = [relu(), layers.MaxPooling2D(), layers.Conv2D(5, 2), layers.ZeroPadding2D()]
+    last = layers.MaxPooling2D(3, strides=1, padding="same")
+    training = Training(
+        pooled(*stack, relu(), layers.ZeroPadding2D(((1, 2), (2, 1))), pooling=last), numbers(3, 8, 10, 3)
+    )
+    offered = training.fused().offered
+    assert [row.rule for row in offered] == ["pooling_by_places"] * 2 + ["relu_from_mask"]
+    assert training.fired() == []
+    for chosen in ({offered[0].where}, {offered[1].where, offered[2].where}, {row.where for row in offered}):
+        traced = training.fused(chosen)
+        assert {row.where for row in traced.fired} == chosen
+        assert traced.offered == offered
+        training.assert_same(chosen=chosen)
+
+
+@pytest.mark.parametrize("relu", [layers.ReLU(), layers.Activation("linear"), layers.ReLU(6.0)])
+def test_pooling_by_places_does_not_hold_what_is_pooled(relu):
+    training = Training(pooled(relu, layers.ZeroPadding2D()), numbers(3, 8, 10, 3))
+    traced = training.fused()
+    wheres = {row.where for row in traced.offered}
+    large = 3 * 8 * 10 * 4 * 4
+    assert kept_for_gradients(traced, large) >= {"Pad"}
+    assert not kept_for_gradients(training.fused(wheres), large)
+    training.assert_same(chosen=wheres)
+
+
+def test_the_gradient_of_a_relu_behind_which_there_is_only_pooling_reads_the_pooled_values():
+    training = Training(pooled(layers.ReLU()), numbers(3, 8, 10, 3))
+    (offered,) = training.fused().offered
+    large = 3 * 8 * 10 * 4 * 4
+    assert kept_for_gradients(training.fused(), large) == {"Relu"}
+    traced = training.fused({offered.where})
+    assert kept_for_gradients(traced, large // 4) == {"MaxPool"}
+    training.assert_same(chosen={offered.where})
+
+
+def test_gradients_by_places_agree_to_the_bit_also_where_maxima_are_equal():
+    pooling = layers.MaxPooling2D()
+    model = pooled(layers.ReLU(), pooling=pooling)
+    x = np.zeros((3, 8, 10, 3), np.float32)  # all values of a channel are equal, some above zero
+    model.layers[1].bias.assign([1.0, -1.0, 0.0, 2.0])
+    training = Training(model, x)
+    training.assert_same(0.0, chosen={row.where for row in training.fused().offered})
+
+
+def poolings_that_stay():
+    yield "average", pooled(pooling=layers.AveragePooling2D(2))
+    yield "float64", pooled(layers.ReLU(dtype="float64"), dtype="float64")
+    frozen = pooled(layers.ReLU())
+    frozen.layers[1].trainable = False
+    yield "without a gradient", frozen
+
+
+@pytest.mark.parametrize(("why", "model"), list(poolings_that_stay()), ids=name_of)
+def test_pooling_by_places_is_not_offered_where_a_precondition_fails(why, model):
+    assert offered(model, numbers(3, 8, 10, 3)) == [], why
+
+
+def test_pooling_by_places_is_not_offered_where_the_kernel_keeps_none(monkeypatch):
+    monkeypatch.setattr(by_places, "_keeps_places", lambda: False)
+    assert offered(pooled(layers.ReLU()), numbers(3, 8, 10, 3)) == []
+
+
+def test_a_gradient_by_places_that_does_not_read_what_max_pooling_makes_is_refused():
+    training = Training(pooled(layers.ReLU()), numbers(3, 8, 10, 3))
+    traced = training.fused({row.where for row in training.fused().offered})
+    by_places.poolings_by_places(traced.graph_def.node)
+    gradient = next(node for node in traced.graph_def.node if node.op == "MaxPoolGrad")
+    gradient.input[1] = next(node.name for node in traced.graph_def.node if node.op == "Relu")
+    with pytest.raises(ModelError, match="rearranged"):
+        by_places.poolings_by_places(traced.graph_def.node)
+
+
+def masked(relu, follow, dtype="float32") -> keras.Model:
+    """A ReLU whose output some layers read."""
+    inputs = keras.Input((8, 10, 3), dtype=dtype)
+    y = relu(layers.Conv2D(4, 3, padding="same", dtype=dtype)(inputs))
+    return keras.Model(inputs, layers.Conv2D(2, 1, dtype=dtype)(follow(y)))
+
+
+def with_skip(y):
+    return layers.Concatenate()([layers.UpSampling2D()(layers.MaxPooling2D()(y)), y])
+
+
+@pytest.mark.parametrize("relu", [layers.ReLU(), layers.ReLU(6.0)])
+@pytest.mark.parametrize("follow", [layers.ZeroPadding2D(), layers.AveragePooling2D(2), with_skip])
+def test_a_relu_from_a_mask_does_not_hold_its_output(relu, follow):
+    training = Training(masked(relu, follow), 5 * numbers(3, 8, 10, 3))
+    traced = training.fused()
+    wheres = {row.where for row in traced.offered}
+    kind = {"relu_from_mask", "relu6_from_mask"} & {row.rule for row in traced.offered}
+    assert len(kind) == 1
+    large = 3 * 8 * 10 * 4 * 4
+    activation = "Relu6" if "relu6_from_mask" in kind else "Relu"
+    assert activation in kept_for_gradients(traced, large)
+    assert activation not in kept_for_gradients(training.fused(wheres), large)
+    made = extract(training.fused(wheres)).op_graph
+    masks = [k for k, name in enumerate(made.names) if "_from_mask" in name and not made.is_gradient[k]]
+    assert masks  # made in the forward pass
+    training.assert_same(chosen=wheres)
+
+
+def relus_without_masks():
+    yield "a convolution's gradient reads the output", masked(layers.ReLU(), layers.Conv2D(3, 2))
+    yield "a product's gradient reads it", masked(layers.ReLU(), lambda y: layers.Multiply()([y, y]))
+    yield "float64", masked(layers.ReLU(dtype="float64"), layers.AveragePooling2D(2, dtype="float64"), "float64")
+    yield "only pooling follows", masked(layers.ReLU(), layers.MaxPooling2D())
+    yield "another activation", masked(layers.LeakyReLU(), layers.AveragePooling2D(2))
+    frozen = masked(layers.ReLU(), layers.AveragePooling2D(2))
+    frozen.layers[1].trainable = False
+    yield "without a gradient", frozen
+
+
+@pytest.mark.parametrize(("why", "model"), list(relus_without_masks()), ids=name_of)
+def test_no_mask_is_offered_where_it_saves_nothing(why, model):
+    assert not {"relu_from_mask", "relu6_from_mask"} & set(offered(model, numbers(3, 8, 10, 3))), why
+
+
+def test_gist_is_the_leaner_gradients_wherever_they_can_be():
+    training = Training(masked(layers.ReLU(), with_skip), numbers(3, 8, 10, 3))
+    gist = trace(training.step, tf.TensorSpec(training.x.shape, training.x.dtype), rules=RULES["gist"])
+    assert sorted(row.rule for row in gist.fired) == ["pooling_by_places", "relu_from_mask"]
+    assert not gist.offered
