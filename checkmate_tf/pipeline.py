@@ -26,7 +26,7 @@ from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 from checkmate_tf.lowering.trace import TracedStep, trace
 from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.joint import JointPlanner, Site
-from checkmate_tf.planning.planner import Planner
+from checkmate_tf.planning.planner import DISTURBANCES, SPLITS, Planner
 from checkmate_tf.planning.replay import replay
 from checkmate_tf.reporting import ChoiceRow, ImplementationRow, Report
 
@@ -157,7 +157,10 @@ class ProfiledStep:
             disturbance: Which of the allocator's states; as `Planner` numbers them.
             more_bytes: What the batch of the plan takes beyond the one that is there.
         """
-        peak = devices.allocator_peak(memory, self.device, [max(1, self.batch_bytes)] * disturbance)
+        split = max(0, disturbance - DISTURBANCES + 1)  # the first states have batches lie elsewhere
+        batches = [] if split else [max(1, self.batch_bytes)] * disturbance
+        split_at_bytes = split * memory.peak_bytes // (SPLITS + 1)
+        peak = devices.allocator_peak(memory, self.device, batches, split_at_bytes)
         return None if peak is None else peak + more_bytes + self.reserve_bytes
 
     def op_graph_at(self, spec) -> OpGraph:

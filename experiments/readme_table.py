@@ -36,7 +36,7 @@ def measured_table(result: dict) -> str:
 
 def _measured_line(row: dict) -> str:
     if "error" in row:
-        return f"| {row['case']} | | {row['budget']} | {row['error']} | | | | |"
+        return f"| {row['case']} | | {row['budget']} | {row['error'].partition('. ')[0]} | | | | |"
     error = row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1
     gap = "" if row["gap"] is None else f"{100 * row['gap']:.2f} %"
     measured = f"{row['measured_peak_bytes'] / _MIB:.0f} MiB ({part_of_plain(row):.2f})"

@@ -14,7 +14,7 @@ from checkmate_tf.core.simulate import working_set_bytes
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planning.candidate import Candidate
-from checkmate_tf.planning.planner import Planner
+from checkmate_tf.planning.planner import DISTURBANCES, SPLITS, Planner
 from checkmate_tf.planning.replay import replay
 from checkmate_tf.planning.search import Search
 from checkmate_tf.solvers.remote import Point
@@ -279,6 +279,22 @@ def test_plans_of_another_strategy_are_not_kept_under_this_one(tmp_path):
     plans = planner(REPORTS["exact"], strategy="chen_sqrt", archive_dir=tmp_path)
     plans.minimum()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_smallest_budget_is_kept_in_more_states_of_the_allocator_than_a_plan_has_to_be():
+    states = set()
+
+    def report(memory, disturbance):
+        states.add(disturbance)
+        return memory.peak_bytes + BASE + MIB * (disturbance == DISTURBANCES + SPLITS - 1)
+
+    graph = training_step()
+    plans = Planner(graph, unit_costs(graph), base_bytes=BASE, allocator_peak=report)
+    plans.plan(int(0.8 * plans.store_all().peak_bytes), time_limit_s=2)
+    assert states == set(range(DISTURBANCES))
+    smallest = plans.minimum()
+    assert states == set(range(DISTURBANCES + SPLITS))
+    assert smallest.peak_bytes >= smallest.memory.peak_bytes + BASE + MIB
 
 
 def test_a_plan_that_no_longer_keeps_the_budget_is_not_replaced_by_a_much_dearer_one_that_is_known():

@@ -7,6 +7,10 @@ from collections.abc import Hashable
 import tensorflow as tf
 
 from checkmate_tf.errors import ModelError
+from checkmate_tf.lowering import device
+from checkmate_tf.lowering.arena import exact_chunks
+
+_ROOM = 4  # times a batch, from which it is cut
 
 
 def as_tensors(data):
@@ -100,21 +104,25 @@ def _shapes(data) -> list[tuple]:
 
 
 def zeros_of(input_spec):
-    """A batch of zeros with the shapes of a specification.
+    """A batch of zeros with the shapes of a specification, which holds no more of the allocator than its own size.
 
     Raises:
         ModelError: A shape is not fully known, or a leaf is no specification.
     """
-    return tf.nest.map_structure(_zeros, input_spec)
+    specs = tf.nest.map_structure(_checked, input_spec)
+    leaves = [spec for spec in tf.nest.flatten(specs) if spec is not None]
+    nbytes = sum(spec.shape.num_elements() * spec.dtype.size for spec in leaves)
+    with exact_chunks(device.name_of([tf.zeros(())]), _ROOM * nbytes):
+        return tf.nest.map_structure(lambda spec: None if spec is None else tf.zeros(spec.shape, spec.dtype), specs)
 
 
-def _zeros(spec):
+def _checked(spec) -> tf.TensorSpec | None:
     if spec is None:
         return None
     if not isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec):
         shape, dtype = getattr(spec, "shape", None), getattr(spec, "dtype", None)
         if shape is not None and dtype is not None:
-            return tf.zeros(_static(shape), dtype)
+            return tf.TensorSpec(_static(shape), dtype)
     raise ModelError(
         f"input_spec must hold tf.TensorSpec (or arrays) in the structure of a batch; got {_shown(spec)}. "
         "Example: (tf.TensorSpec((32, 224, 224, 3), tf.float32), tf.TensorSpec((32,), tf.int64))."

@@ -9,6 +9,8 @@ import tensorflow as tf
 from checkmate_tf.core.simulate import Memory
 from checkmate_tf.lowering.rehearse import allocator_config, empty, rehearse
 
+_SPLIT_BYTES = 1 << 18  # the least that a CPU's allocator takes from the blocks of large tensors
+
 
 def name_of(variables) -> str:
     """The device that holds a model's variables, as "CPU:0" or "GPU:0"."""
@@ -49,7 +51,9 @@ def uncounted_below_bytes(device: str) -> int:
     return allocator_config(device=device).uncounted_below_bytes if "CPU" in device.upper() else 0
 
 
-def allocator_peak(memory: Memory, device: str, disturbing_bytes: Sequence[int] = ()) -> int | None:
+def allocator_peak(
+    memory: Memory, device: str, disturbing_bytes: Sequence[int] = (), split_at_bytes: int = 0
+) -> int | None:
     """The peak that the device's allocator reports for a simulated plan, from the state it is in.
 
     Args:
@@ -57,6 +61,8 @@ def allocator_peak(memory: Memory, device: str, disturbing_bytes: Sequence[int] 
         device: Device that will run it.
         disturbing_bytes: Sizes of blocks that are held meanwhile and not counted. A batch that comes
             to lie elsewhere does as much.
+        split_at_bytes: Where the largest free block is split by a small one, counted from its start; 0: nowhere.
+            What any earlier step has left in memory does as much.
 
     Returns:
         Bytes, what is in use already included; None where the memory runs out.
@@ -67,6 +73,10 @@ def allocator_peak(memory: Memory, device: str, disturbing_bytes: Sequence[int] 
     before = in_use_bytes(device)
     with tf.device(device):
         blocks = [empty(size) for size in disturbing_bytes]
+        if split_at_bytes:
+            below = empty(split_at_bytes)
+            blocks.append(empty(_SPLIT_BYTES))
+            del below
     held = in_use_bytes(device) - before
     played = rehearse(memory.event_buffer, memory.event_bytes, device=device)
     del blocks

@@ -23,6 +23,7 @@ _MERGEABLE = frozenset(
         ("DepthwiseConv2dNative", "BiasAdd"),
         ("MatMul", "BiasAdd"),
         ("Pad", "Conv2D"),
+        ("Pad", "_FusedConv2D"),
     }
 )
 _UNORDERED = frozenset({"Const", "Placeholder", "ReadVariableOp", "NoOp"})

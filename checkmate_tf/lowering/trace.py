@@ -104,6 +104,9 @@ def _simplify(
 ) -> graph_pb2.GraphDef:
     """Runs Grappler on an unplanned graph (on a planned one its rewrites would make cycles).
 
+    It merges ops (a convolution, its bias and a ReLU) only where it sees the device that they will run on, as
+    it does when Keras runs the step.
+
     Args:
         function: The unmodified step.
         graph_def: The graph.
@@ -113,6 +116,9 @@ def _simplify(
     graph = function.graph
     bodies = {body.signature.name: body for body in graph_def.library.function}
     lowered = _take_lowering_marks(graph_def)
+    placed = f"/job:localhost/replica:0/task:0/device:{device.name_of(function.variables)}"
+    for node in graph_def.node:
+        node.device = node.device or placed
     meta_graph = saver.export_meta_graph(graph_def=graph_def, graph=graph)
     keep = meta_graph_pb2.CollectionDef()
     keep.node_list.value.extend(t.name for t in [*graph.inputs, *graph.outputs])
@@ -126,6 +132,8 @@ def _simplify(
     for node in simplified.node:
         if node.name in lowered:
             node.attr[_LOWER].b = True
+        if node.device == placed:
+            node.device = ""
     for body in simplified.library.function:  # TensorFlow knows these by name, and takes no second version
         if body.signature.name in bodies:
             body.CopyFrom(bodies[body.signature.name])

@@ -40,6 +40,7 @@ _NEAR_LIMIT_S, _NEAR_GAP = 3.0, 0.05
 _MOST_CONFIRMATIONS = 4
 _BOUND_LIMIT_S, _BOUND_SHARE = 4.0, 0.05  # for the bound of a plan that no solver was asked for; of the time limit
 DISTURBANCES = 3  # states of the allocator in which a plan must keep the budget
+SPLITS = 5  # more states, in which its largest free block is split: the smallest budget must be kept in those, too
 
 
 class Planner:
@@ -268,9 +269,9 @@ class Planner:
             return dataclasses.replace(confirmed, bound=confirmed.time_s, bound_of="any order")
         return self._certified(confirmed, bound_limit_s)
 
-    def worst_peak(self, candidate: Candidate) -> int:
+    def worst_peak(self, candidate: Candidate, disturbances: int = DISTURBANCES) -> int:
         """The highest peak of a plan over the states of the allocator in which it must keep the budget."""
-        peaks = [self._allocator_peak(candidate.memory, disturbance) for disturbance in range(DISTURBANCES)]
+        peaks = [self._allocator_peak(candidate.memory, disturbance) for disturbance in range(disturbances)]
         return NEVER if None in peaks else max(peaks)
 
     def minimum(self) -> Candidate:
@@ -285,7 +286,7 @@ class Planner:
 
     def _smallest(self, small: list[Candidate]) -> Candidate:
         found = sorted(small, key=_peak)[:MOST_NEIGHBOURS]
-        worst = [self.worst_peak(candidate) for candidate in found]
+        worst = [self.worst_peak(candidate, DISTURBANCES + SPLITS) for candidate in found]
         if min(worst) == NEVER:  # the device has no room for any; what its tensors take is then the best known
             best = min(small, key=self.tensor_peak)
             return dataclasses.replace(best, peak_bytes=round(_MINIMUM_MARGIN * self.tensor_peak(best)))

@@ -86,9 +86,10 @@ def _from_worker(cases: list[dict], cache_dir: str, end: dict) -> Iterator[dict]
         lines: queue.Queue = queue.Queue()
         process.stdin.write("".join(json.dumps(case) + "\n" for case in cases))
         process.stdin.close()
-        threading.Thread(
+        reader = threading.Thread(
             target=lambda: [lines.put(line) for line in itertools.chain(process.stdout, [None])], daemon=True
-        ).start()
+        )
+        reader.start()
         try:
             yield from _results(lines)
             end["what"] = "crash"
@@ -97,6 +98,8 @@ def _from_worker(cases: list[dict], cache_dir: str, end: dict) -> Iterator[dict]
         finally:
             process.kill()
             process.wait()
+            reader.join()
+            process.stdout.close()
         errors.seek(0)
         end["why"] = f"exit {process.returncode}: {errors.read()[-2000:]}"
 

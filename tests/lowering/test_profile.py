@@ -128,13 +128,13 @@ def test_ops_with_inputs_that_are_shapes_run_with_the_real_ones():
 
 
 def test_equal_ops_are_measured_once():
-    result = profile(extracted(lambda x, y: (tf.sin(x), tf.sin(y), tf.sin(tf.cos(x))), SHAPE, SHAPE), DEVICE)
+    result = profile(extracted(lambda x, y: (tf.sin(x), tf.sin(y), tf.sin(tf.cumsum(x))), SHAPE, SHAPE), DEVICE)
     assert result.distinct == 2
 
 
 def test_progress_is_told():
     seen = []
-    step = extracted(lambda x: tf.sin(tf.cos(x)), SHAPE)
+    step = extracted(lambda x: tf.sin(tf.cumsum(x)), SHAPE)
     profile(step, DEVICE, on_progress=lambda done, todo: seen.append((done, todo)))
     assert seen[0] == (0, 2)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)

@@ -1,11 +1,13 @@
 """Rebuilt steps give what the unmodified step gives, in the order of the plan."""
 
+import collections
 import itertools
 import re
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 from tiny_steps import STEPS, prepared, with_reruns
 
 from checkmate_tf.core.plan import compile_plan
@@ -113,22 +115,50 @@ def test_a_graph_of_a_plan_names_only_what_comes_before(ready):
         seen.add(node.name)
 
 
+def merged_ops(call) -> collections.Counter:
+    """How often each op that TensorFlow merged from others was in the graph that ran."""
+    context.context().enable_run_metadata()
+    call()
+    graphs = context.context().export_run_metadata().partition_graphs
+    context.context().disable_run_metadata()
+    largest = max(graphs, key=lambda graph: len(graph.node))
+    types = collections.Counter(node.op for node in largest.node)
+    return collections.Counter({kind: n for kind, n in types.items() if "Fused" in kind or "UnaryOps" in kind})
+
+
+def test_ops_are_merged_as_they_are_when_keras_runs_the_step():
+    ready = prepared("convolutions")
+    step, planned_step = ready.traced.function, rebuild(ready.traced, ready.graph, in_order(ready.graph))
+    feeds = [*map(tf.constant, ready.step.batch), *step.captured_inputs]
+    types = [t.dtype for t in step.outputs]
+    expected = merged_ops(lambda: tf.raw_ops.StatefulPartitionedCall(args=feeds, Tout=types, f=step))
+    assert sum(expected.values()) >= 2
+    assert merged_ops(lambda: call_unoptimized(planned_step, feeds)) == expected
+
+
+def in_order(graph):
+    return compile_plan(graph, range(graph.n))
+
+
 def test_ops_that_onednn_would_merge_are_kept_apart_unless_they_follow_each_other():
     ready = prepared("convolutions")
     graph = ready.graph
-    bias = next(k for k in range(graph.n) if graph.types[k] == "BiasAdd")
-    convolution = int(graph.producer[graph.inputs[bias][0]])
-    assert graph.types[convolution] == "Conv2D"
-    together = [k for k in range(graph.n) if k != convolution]
-    together.insert(together.index(bias), convolution)
-    first_reader = min(k for k in range(bias + 1, graph.n) if bias in graph.deps[k])
-    apart = [k for k in together if k != bias]
-    apart.insert(apart.index(first_reader), bias)
-    between = [k for k in apart[apart.index(convolution) + 1 : apart.index(bias)] if not graph.is_alias[k]]
-    for sequence, separated in ((together, False), (apart, bool(between))):
+    padding = graph.types.index("Pad")
+    convolution = next(k for k in range(graph.n) if padding in graph.deps[k])
+    assert graph.types[convolution] == "_FusedConv2D"
+    together = [k for k in range(graph.n) if k != padding]
+    together.insert(together.index(convolution), padding)
+    other = next(
+        k
+        for k in range(convolution + 1, graph.n)
+        if graph.types[k] not in UNCHAINED and all(before < padding for before in graph.deps[k])
+    )
+    apart = [k for k in together if k != other]
+    apart.insert(apart.index(convolution), other)
+    for sequence, separated in ((together, False), (apart, True)):
         graph_def, _ = planned_graph_def(ready.traced, graph, compile_plan(graph, sequence))
         names = {node.name for node in graph_def.node}
-        assert (f"{graph.names[bias]}/apart_0" in names) == separated
+        assert (f"{graph.names[convolution]}/apart_0" in names) == separated
 
 
 def test_a_filter_gradient_and_its_bias_gradient_have_no_edge_between_them():

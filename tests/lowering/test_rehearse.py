@@ -231,3 +231,24 @@ def test_scattered_variables_are_gathered_so_that_tensors_count_as_what_they_are
     assert found["grown"] <= 0
     assert found["values"]
     assert found["without_room"] == 0
+
+
+SPLIT = """
+from types import SimpleNamespace
+from checkmate_tf.lowering import device
+from checkmate_tf.lowering.arena import make_room
+MIB = 1 << 20
+make_room("CPU:0", 600 * MIB, [])
+memory = SimpleNamespace(
+    peak_bytes=50 * MIB, event_buffer=np.array([0, 1, 0, 1]), event_bytes=np.array([20 * MIB, 30 * MIB, -1, -1])
+)
+before = device.in_use_bytes("CPU:0")
+peaks = [device.allocator_peak(memory, "CPU:0", (), split) - before for split in (0, 25 * MIB, 85 * MIB)]
+report(peaks=[peak // MIB for peak in peaks], left=device.in_use_bytes("CPU:0") - before)
+"""
+
+
+def test_a_small_block_in_the_middle_of_memory_is_not_counted_but_makes_requests_take_chunks_whole():
+    found = run(SPLIT, ONEDNN)
+    assert found["peaks"] == [50, 55, 50]  # 20 MiB take the 25 that are left below the small block
+    assert found["left"] == 0
