@@ -9,8 +9,6 @@ import tensorflow as tf
 from checkmate_tf.core.simulate import Memory
 from checkmate_tf.lowering.rehearse import allocator_config, empty, rehearse
 
-_SPLIT_BYTES = 1 << 18  # the least that a CPU's allocator takes from the blocks of large tensors
-
 
 def name_of(variables) -> str:
     """The device that holds a model's variables, as "CPU:0" or "GPU:0"."""
@@ -61,7 +59,7 @@ def allocator_peak(
         device: Device that will run it.
         disturbing_bytes: Sizes of blocks that are held meanwhile and not counted. A batch that comes
             to lie elsewhere does as much.
-        split_at_bytes: Where the largest free block is split by a small one, counted from its start; 0: nowhere.
+        split_at_bytes: Where a small block splits the free one that would be taken for as much; 0: nowhere.
             What any earlier step has left in memory does as much.
 
     Returns:
@@ -73,11 +71,17 @@ def allocator_peak(
     before = in_use_bytes(device)
     with tf.device(device):
         blocks = [empty(size) for size in disturbing_bytes]
-        if split_at_bytes:
-            below = empty(split_at_bytes)
-            blocks.append(empty(_SPLIT_BYTES))
-            del below
+        blocks += _splitting(split_at_bytes, device) if split_at_bytes else []
     held = in_use_bytes(device) - before
     played = rehearse(memory.event_buffer, memory.event_bytes, device=device)
     del blocks
     return played.peak_bytes - held if played.fits else None
+
+
+def _splitting(at_bytes: int, device: str) -> list[tf.Tensor]:
+    """A small block that far into free memory; none where no free block is as large."""
+    try:
+        below = empty(at_bytes)  # noqa: F841  # goes on return, and leaves the space in front of the small one
+    except tf.errors.ResourceExhaustedError:
+        return []
+    return [empty(max(1, uncounted_below_bytes(device)))]  # still smaller ones are kept elsewhere

@@ -40,7 +40,7 @@ _NEAR_LIMIT_S, _NEAR_GAP = 3.0, 0.05
 _MOST_CONFIRMATIONS = 4
 _BOUND_LIMIT_S, _BOUND_SHARE = 4.0, 0.05  # for the bound of a plan that no solver was asked for; of the time limit
 DISTURBANCES = 3  # states of the allocator in which a plan must keep the budget
-SPLITS = 5  # more states, in which its largest free block is split: the smallest budget must be kept in those, too
+SPLITS = 5  # more states, in which its free memory is split: the smallest budget must be kept in those, too
 
 
 class Planner:
@@ -270,7 +270,7 @@ class Planner:
         return self._certified(confirmed, bound_limit_s)
 
     def worst_peak(self, candidate: Candidate, disturbances: int = DISTURBANCES) -> int:
-        """The highest peak of a plan over the states of the allocator in which it must keep the budget."""
+        """Highest peak of a plan over states of the allocator; by default those in which it must keep the budget."""
         peaks = [self._allocator_peak(candidate.memory, disturbance) for disturbance in range(disturbances)]
         return NEVER if None in peaks else max(peaks)
 

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
-from tiny_steps import STEPS, prepared, with_reruns
+from tiny_steps import STEPS, numbers, prepared, with_reruns
 
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
 from checkmate_tf.core.validate import validate
+from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.rebuild import call_unoptimized, planned_graph_def, rebuild
+from checkmate_tf.lowering.trace import TracedStep, trace
 
 UNCHAINED = {"Const", "Placeholder", "ReadVariableOp", "NoOp"}
 
@@ -128,7 +130,8 @@ def merged_ops(call) -> collections.Counter:
 
 def test_ops_are_merged_as_they_are_when_keras_runs_the_step():
     ready = prepared("convolutions")
-    step, planned_step = ready.traced.function, rebuild(ready.traced, ready.graph, in_order(ready.graph))
+    step, plan = ready.traced.function, compile_plan(ready.graph, range(ready.graph.n))
+    planned_step = rebuild(ready.traced, ready.graph, plan)
     feeds = [*map(tf.constant, ready.step.batch), *step.captured_inputs]
     types = [t.dtype for t in step.outputs]
     expected = merged_ops(lambda: tf.raw_ops.StatefulPartitionedCall(args=feeds, Tout=types, f=step))
@@ -136,29 +139,27 @@ def test_ops_are_merged_as_they_are_when_keras_runs_the_step():
     assert merged_ops(lambda: call_unoptimized(planned_step, feeds)) == expected
 
 
-def in_order(graph):
-    return compile_plan(graph, range(graph.n))
+@pytest.mark.parametrize("merged", [("Pad", "_FusedConv2D"), ("Pad", "Conv2D"), ("Conv2D", "BiasAdd")])
+def test_ops_that_onednn_would_merge_are_kept_apart_unless_they_follow_each_other(merged):
+    kernel, bias = tf.constant(numbers(3, 3, 4, 8)), tf.constant(numbers(8))
 
+    @tf.function
+    def step(x):
+        padded = tf.pad(x, [[0, 0], [1, 1], [1, 1], [0, 0]])
+        return tf.nn.relu(tf.nn.bias_add(tf.nn.conv2d(padded, kernel, 1, "VALID"), bias)), tf.cumsum(x)
 
-def test_ops_that_onednn_would_merge_are_kept_apart_unless_they_follow_each_other():
-    ready = prepared("convolutions")
-    graph = ready.graph
-    padding = graph.types.index("Pad")
-    convolution = next(k for k in range(graph.n) if padding in graph.deps[k])
-    assert graph.types[convolution] == "_FusedConv2D"
-    together = [k for k in range(graph.n) if k != padding]
-    together.insert(together.index(convolution), padding)
-    other = next(
-        k
-        for k in range(convolution + 1, graph.n)
-        if graph.types[k] not in UNCHAINED and all(before < padding for before in graph.deps[k])
-    )
-    apart = [k for k in together if k != other]
-    apart.insert(apart.index(convolution), other)
-    for sequence, separated in ((together, False), (apart, True)):
-        graph_def, _ = planned_graph_def(ready.traced, graph, compile_plan(graph, sequence))
-        names = {node.name for node in graph_def.node}
-        assert (f"{graph.names[convolution]}/apart_0" in names) == separated
+    spec = tf.TensorSpec((2, 6, 6, 4))
+    function = step.get_concrete_function(spec)
+    as_traced = TracedStep(function, function.graph.as_graph_def(add_shapes=True))  # without Grappler's merging
+    traced = trace(step.python_function, spec) if "_FusedConv2D" in merged else as_traced
+    graph = extract(traced).op_graph
+    first, second, other = (graph.types.index(kind) for kind in (*merged, "Cumsum"))
+    rest = [k for k in range(graph.n) if k not in (first, other)]
+    place = rest.index(second)
+    for between in (False, True):
+        sequence = [*rest[:place], *([first, other] if between else [other, first]), *rest[place:]]
+        graph_def, _ = planned_graph_def(traced, graph, compile_plan(graph, sequence))
+        assert (f"{graph.names[second]}/apart_0" in {node.name for node in graph_def.node}) == between
 
 
 def test_a_filter_gradient_and_its_bias_gradient_have_no_edge_between_them():

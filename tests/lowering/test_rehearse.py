@@ -252,3 +252,35 @@ def test_a_small_block_in_the_middle_of_memory_is_not_counted_but_makes_requests
     found = run(SPLIT, ONEDNN)
     assert found["peaks"] == [50, 55, 50]  # 20 MiB take the 25 that are left below the small block
     assert found["left"] == 0
+
+
+TOO_FAR = """
+from types import SimpleNamespace
+from checkmate_tf.lowering import device
+MIB = 1 << 20
+rehearse.reserve(100 * MIB)
+memory = SimpleNamespace(peak_bytes=20 * MIB, event_buffer=np.array([0, 0]), event_bytes=np.array([20 * MIB, -1]))
+before = device.in_use_bytes("CPU:0")
+report(peak=device.allocator_peak(memory, "CPU:0", (), 2000 * MIB) - before)
+"""
+
+
+@pytest.mark.slow  # the allocator waits 10 s for memory before it gives up
+def test_memory_that_is_smaller_than_where_it_should_be_split_is_not_split():
+    assert run(TOO_FAR, PLAIN_BFC)["peak"] == 20 << 20
+
+
+ZEROS = """
+from checkmate_tf.keras import batch
+MIB = 1 << 20
+rehearse.reserve(400 * MIB)
+held = [rehearse.empty(size * MIB) for size in (30, 1, 30, 1)]
+del held[2], held[0]  # two free chunks, which a batch of 20 MiB would take whole
+before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+zeros = batch.zeros_of((tf.TensorSpec((20, MIB), tf.uint8), None))
+report(held=tf.config.experimental.get_memory_info("CPU:0")["current"] - before, values=int(np.max(zeros[0])))
+"""
+
+
+def test_a_batch_of_zeros_holds_no_more_than_its_own_size():
+    assert run(ZEROS, ONEDNN) == {"held": 20 << 20, "values": 0}

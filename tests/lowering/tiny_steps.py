@@ -54,7 +54,6 @@ def convolutions() -> Step:
             layers.ReLU(),
             layers.MaxPooling2D(),
             layers.Dropout(0.5, seed=1),
-            layers.ZeroPadding2D(),
             layers.Conv2D(8, 3, activation="relu"),
             layers.Activation("silu"),
             layers.Flatten(),
