@@ -57,6 +57,13 @@ def test_the_oldest_go_when_there_are_many(tmp_path):
     assert budgets == list(range(40 - len(budgets), 40))
 
 
+def test_a_graph_without_nodes_keeps_its_only_schedule(tmp_path):
+    kept = Archive(tmp_path, "auto", Graph.build([], [], []))
+    kept.add(Entry((), 0, 40, 1.0))
+    kept.add(Entry((), 0, 41, 1.0))
+    assert [entry.budget_bytes for entry in kept.read()] == [40, 41]
+
+
 @pytest.mark.parametrize(
     "nodes",
     [(), (0, 1, 2), (0, 2, 1, 3), (1, 0, 2, 3), (0, 1, 2, 3, 3), (0, 1, 2, 3, 4), (-1, 0, 1, 2, 3), (0, 1) * 300],

@@ -111,6 +111,8 @@ def is_valid(graph: Graph, nodes: Sequence[int]) -> bool:
     """Whether a sequence is a schedule that keeps the graph's order, and repeats only what may be repeated."""
     if not graph.n <= len(nodes) <= _MOST_RUNS * graph.n:
         return False
+    if graph.n == 0:
+        return True
     sequence = np.array(nodes, dtype=np.int64)
     if sequence.min() < 0 or sequence.max() >= graph.n:
         return False
