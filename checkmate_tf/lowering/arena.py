@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from checkmate_tf.core.allocator import BfcAllocator
 from checkmate_tf.errors import CheckmateError
 from checkmate_tf.lowering.device import in_use_bytes
-from checkmate_tf.lowering.rehearse import allocator_config, empty, reserve
+from checkmate_tf.lowering.rehearse import address, allocator_config, empty, reserve
 
 _log = logging.getLogger(__name__)
 
@@ -127,15 +126,11 @@ class exact_chunks:
         self._plugs.clear()
 
     def _plug(self) -> None:
-        start = _address(empty(self._nbytes))
+        start = address(empty(self._nbytes))
         size = self._nbytes // 2
         while size >= _SMALLEST_PLUG_BYTES and len(self._plugs) < _MOST_PLUGS:
             block = empty(size)
-            if start <= _address(block) < start + self._nbytes:
+            if start <= address(block) < start + self._nbytes:
                 size //= 2
             else:
                 self._plugs.append(block)
-
-
-def _address(block: tf.Tensor) -> int:
-    return np.from_dlpack(block).ctypes.data

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from checkmate_tf.core.simulate import Memory
-from checkmate_tf.lowering.rehearse import allocator_config, empty, rehearse
+from checkmate_tf.lowering.rehearse import address, allocator_config, empty, rehearse
+
+_LARGEST_SPLITTER_BYTES = 64 << 20
 
 
 def name_of(variables) -> str:
@@ -79,9 +81,23 @@ def allocator_peak(
 
 
 def _splitting(at_bytes: int, device: str) -> list[tf.Tensor]:
-    """A small block that far into free memory; none where no free block is as large."""
+    """A small block that far into free memory; none where that cannot be had.
+
+    The allocator gives a request the smallest free chunk that holds it. So ever larger blocks are tried, while the
+    ones before them fill the chunks that are too small to matter, until one comes to lie behind the memory in front.
+    """
     try:
-        below = empty(at_bytes)  # noqa: F841  # goes on return, and leaves the space in front of the small one
+        below = empty(at_bytes)
     except tf.errors.ResourceExhaustedError:
         return []
-    return [empty(max(1, uncounted_below_bytes(device)))]  # still smaller ones are kept elsewhere
+    size = max(1, uncounted_below_bytes(device))  # still smaller ones are kept elsewhere
+    if "CPU" not in device.upper():  # whose addresses cannot be seen
+        return [empty(size)]
+    filling = []
+    while size <= _LARGEST_SPLITTER_BYTES:
+        block = empty(size)
+        if 0 < address(block) - address(below) <= 2 * at_bytes:
+            return [block]
+        filling.append(block)
+        size *= 2
+    return []

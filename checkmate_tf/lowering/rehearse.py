@@ -187,6 +187,11 @@ def empty(nbytes: int) -> tf.Tensor:
     return tensor
 
 
+def address(block: tf.Tensor) -> int:
+    """Where a block of a CPU's memory begins."""
+    return np.from_dlpack(block).ctypes.data
+
+
 def _memory(device: str) -> dict[str, int]:
     try:
         return tf.config.experimental.get_memory_info(device)

@@ -239,6 +239,8 @@ from checkmate_tf.lowering import device
 from checkmate_tf.lowering.arena import make_room
 MIB = 1 << 20
 make_room("CPU:0", 600 * MIB, [])
+held = [rehearse.empty(2 * MIB), rehearse.empty(MIB)]
+del held[0]  # a free chunk that a small block would take
 memory = SimpleNamespace(
     peak_bytes=50 * MIB, event_buffer=np.array([0, 1, 0, 1]), event_bytes=np.array([20 * MIB, 30 * MIB, -1, -1])
 )
