@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -17,6 +18,7 @@ from checkmate_tf.core.plan import Plan, compile_plan
 from checkmate_tf.core.simulate import Memory, simulate
 from checkmate_tf.errors import ModelError
 from checkmate_tf.lowering import device as devices
+from checkmate_tf.lowering import dividers
 from checkmate_tf.lowering.again import KEPT_STATISTICS
 from checkmate_tf.lowering.arena import gather, make_room
 from checkmate_tf.lowering.extract import extract
@@ -26,7 +28,7 @@ from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 from checkmate_tf.lowering.trace import TracedStep, trace
 from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.joint import JointPlanner, Site
-from checkmate_tf.planning.planner import DISTURBANCES, SPLITS, Planner
+from checkmate_tf.planning.planner import Planner
 from checkmate_tf.planning.replay import replay
 from checkmate_tf.reporting import ChoiceRow, ImplementationRow, Report
 
@@ -121,7 +123,7 @@ class ProfiledStep:
             op_graph,
             costs,
             base_bytes=self.base_bytes + more_bytes,
-            allocator_peak=lambda memory, disturbance: self.allocator_peak(memory, disturbance, more_bytes=more_bytes),
+            allocator_peak=functools.partial(self.allocator_peak, more_bytes=more_bytes),
             uncounted_below_bytes=devices.uncounted_below_bytes(self.device),
             strategy=strategy,
             archive_dir=archive_dir,
@@ -145,23 +147,28 @@ class ProfiledStep:
             costs,
             budget_bytes,
             base_bytes=self.base_bytes + more_bytes,
-            allocator_peak=lambda memory, disturbance: self.allocator_peak(memory, disturbance, more_bytes=more_bytes),
+            allocator_peak=functools.partial(self.allocator_peak, more_bytes=more_bytes),
             uncounted_below_bytes=devices.uncounted_below_bytes(self.device),
         )
 
-    def allocator_peak(self, memory: Memory, disturbance: int = 0, *, more_bytes: int = 0) -> int | None:
+    def allocator_peak(
+        self, memory: Memory, disturbance: int = 0, partition: Sequence[int] = (), *, more_bytes: int = 0
+    ) -> int | None:
         """The peak that the device will report for a simulated plan, or None where the memory runs out.
 
         Args:
             memory: The plan's simulation.
-            disturbance: Which of the allocator's states; as `Planner` numbers them.
+            disturbance: How many batches lie where there is none now.
+            partition: How free memory is divided, as for `dividers.divide`.
             more_bytes: What the batch of the plan takes beyond the one that is there.
         """
-        split = max(0, disturbance - DISTURBANCES + 1)  # the first states have batches lie elsewhere
-        batches = [] if split else [max(1, self.batch_bytes)] * disturbance
-        split_at_bytes = split * memory.peak_bytes // (SPLITS + 1)
-        peak = devices.allocator_peak(memory, self.device, batches, split_at_bytes)
+        batches = [max(1, self.batch_bytes)] * disturbance
+        peak = dividers.allocator_peak(memory, self.device, batches, partition)
         return None if peak is None else peak + more_bytes + self.reserve_bytes
+
+    def divide(self, partition: Sequence[int]) -> list[tf.Tensor]:
+        """Divides the device's free memory for as long as what is returned is held."""
+        return dividers.divide(partition, self.device)
 
     def op_graph_at(self, spec) -> OpGraph:
         """The step traced for another argument, without measured storage."""
@@ -296,6 +303,7 @@ class PlannedStep:
         self._structure = profiled.traced.function.structured_outputs
         self._confirmed = False
         self._replans = 0
+        self._dividers: list[tf.Tensor] = []
         self._peaks: list[int] = []
         self._seconds: list[float] = []
         self._notes: list[str] = []
@@ -348,22 +356,22 @@ class PlannedStep:
         self._note(f"a step took {measured_bytes:,} bytes, {unforeseen:,} more than predicted; planned again.")
         planner = self._profiled.planner
         planner.forget_peaks()
+        self._dividers.clear()
         target_bytes = self.budget_bytes - unforeseen
         found = planner.replacement(self.candidate, target_bytes, time_limit_s=self._REPLAN_LIMIT_S)
         if found is None:
             self._note("no plan keeps the budget with what was measured; the last one stays.")
-            self._replans = self._MOST_REPLANS
-        else:
-            self._replans += 1
-            self._use(found)
+        self._replans = self._MOST_REPLANS if found is None else self._replans + 1
+        self._use(found or self.candidate)
         self._peaks.clear()
         self._seconds.clear()
         devices.reset_peak(self._profiled.device)
 
     def _use(self, candidate: Candidate) -> None:
-        """Runs another plan from now on."""
+        """Runs a plan from now on, in memory divided for it."""
         if candidate.plan is not self.candidate.plan:
             self._function = self._profiled.build(candidate)
+        self._dividers = self._profiled.divide(candidate.partition)
         self.candidate = candidate
 
     def _note(self, text: str) -> None:

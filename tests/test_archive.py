@@ -10,7 +10,15 @@ from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.planning.archive import Archive, Entry, is_valid
 from checkmate_tf.planning.search import Order
 
-ENTRY = Entry(nodes=(0, 1, 0, 2, 3), room_bytes=12, budget_bytes=40, time_limit_s=2.0, bound=4.5, bound_of="checkmate")
+ENTRY = Entry(
+    nodes=(0, 1, 0, 2, 3),
+    room_bytes=12,
+    budget_bytes=40,
+    time_limit_s=2.0,
+    bound=4.5,
+    bound_of="checkmate",
+    partition=(7, 5),
+)
 
 
 def chain(cost=1.0, fixed_bytes=7) -> Graph:

@@ -19,9 +19,11 @@ import numpy as np
 
 from checkmate_tf._files import write_atomically
 from checkmate_tf.core.graph import Graph
+from checkmate_tf.planning.partition import MOST_PARTS
 
-_VERSION = 1
+_VERSION = 2
 _MOST_ENTRIES = 24  # of one graph; the oldest go first
+_MOST_BYTES = 1 << 47  # of a part: more than any device has
 _MOST_RUNS = 100  # times the number of nodes
 
 _log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class Entry:
         time_limit_s: Seconds that the search had at most.
         bound: Least cost in seconds of any schedule with that peak, or None.
         bound_of: The model that it bounds.
+        partition: How memory was divided for it, as for `dividers.divide`.
     """
 
     nodes: tuple[int, ...]
@@ -46,6 +49,7 @@ class Entry:
     time_limit_s: float
     bound: float | None = None
     bound_of: str = ""
+    partition: tuple[int, ...] = ()
 
 
 class Archive:
@@ -136,11 +140,14 @@ def _entry(value: dict) -> Entry:
         time_limit_s=float(value["time_limit_s"]),
         bound=bound,
         bound_of=str(value["bound_of"]),
+        partition=tuple(map(int, value["partition"])),
     )
     if (
         min(entry.room_bytes, entry.budget_bytes) < 0
         or not 0 <= entry.time_limit_s < np.inf
         or not (bound is None or 0 <= bound < np.inf)
+        or len(entry.partition) > MOST_PARTS
+        or not all(0 < part < _MOST_BYTES for part in entry.partition)
     ):
         raise ValueError(f"out of range: {entry}")
     return entry

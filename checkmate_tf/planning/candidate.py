@@ -28,6 +28,7 @@ class Candidate:
         peak_bytes: Peak that the allocator will report, everything included.
         time_s: Sum of the profiled times of all computations.
         node_peak_bytes: Peak of its nodes in tensor bytes, everything included: the solver's view of it.
+        partition: How memory is divided while the plan runs, as for `dividers.divide`.
         nodes: int64, the nodes of the planning graph in order of execution; None where the plan is of no such graph.
         bound: Least cost in seconds of any schedule whose nodes have that peak, proven; None where that is not known.
         bound_of: The model that it bounds, as in `core.problem.Solution`.
@@ -43,6 +44,7 @@ class Candidate:
     peak_bytes: int
     time_s: float
     node_peak_bytes: int = 0
+    partition: tuple[int, ...] = ()
     nodes: np.ndarray | None = None
     bound: float | None = None
     bound_of: str = ""

@@ -24,6 +24,7 @@ from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planning.archive import Entry
 from checkmate_tf.planning.candidate import NEVER, Candidate
+from checkmate_tf.planning.partition import Partition, Placement, Placer
 from checkmate_tf.planning.search import MOST_NEIGHBOURS, Order, Search
 from checkmate_tf.solvers.base import Clock
 
@@ -34,13 +35,13 @@ _CONFIRMED_SHARE = 0.85  # of the time left, as the plan that is found may have 
 _AS_CHEAP = 1.01  # times the cost of a plan that was not confirmed: a known one that takes its place at once
 _MINIMUM_LIMIT_S = 20.0
 _MINIMUM_MARGIN = 1.02
+_MOST_KEPT = 6  # small plans
 _MINIMUM_SHARE = 0.5  # of the time for small plans, for the smallest; the rest goes to cheaper ones near it
 _NEAR_MINIMUM = (1.01, 1.04)  # times the smallest inner budget
 _NEAR_LIMIT_S, _NEAR_GAP = 3.0, 0.05
 _MOST_CONFIRMATIONS = 4
 _BOUND_LIMIT_S, _BOUND_SHARE = 4.0, 0.05  # for the bound of a plan that no solver was asked for; of the time limit
-DISTURBANCES = 3  # states of the allocator in which a plan must keep the budget
-SPLITS = 5  # more states, in which its free memory is split: the smallest budget must be kept in those, too
+_PLACED_SMALL = 1.005  # times its tensors: a peak that is small enough for a small plan
 
 
 class Planner:
@@ -50,9 +51,7 @@ class Planner:
         op_graph: The step in its original order, with measured storage.
         costs: Its measured costs.
         base_bytes: What the device holds before the step: variables, optimizer slots, the batch.
-        allocator_peak: Plays a simulated plan on the allocator, in its present state (0) or in one
-            that is disturbed in the way that the number selects; returns the peak that it would
-            report, everything included, or None where the memory runs out.
+        allocator_peak: As for `Placer`.
         uncounted_below_bytes: Smaller requests are in no statistics of the allocator.
         strategy: Name of the solver.
         archive_dir: Folder of the schedules that are kept for a later run, or None.
@@ -67,7 +66,7 @@ class Planner:
         costs: Costs,
         *,
         base_bytes: int,
-        allocator_peak: Callable[[Memory, int], int | None],
+        allocator_peak: Callable[[Memory, int, Partition], int | None],
         uncounted_below_bytes: int = 0,
         strategy: str = "auto",
         archive_dir: str | None = None,
@@ -75,7 +74,9 @@ class Planner:
         self._op_graph = op_graph
         self._costs = costs
         self._allocator_peak = allocator_peak
+        self._placer = Placer(allocator_peak)
         self._uncounted_below_bytes = uncounted_below_bytes
+        self._placements: dict[tuple[Memory, int], Placement] = {}
         self._strategy = strategy
         self._base_bytes = base_bytes
         self.needed_bytes = base_bytes + working_set_bytes(op_graph)
@@ -83,7 +84,10 @@ class Planner:
         for settle in (True, False):
             ordered, ordered_costs = permute(op_graph, costs, low_peak_order(op_graph, settle=settle))
             ordered.check()
-            self.orders.append(Order(ordered, ordered_costs, base_bytes, strategy, archive_dir))
+            order = Order(ordered, ordered_costs, base_bytes, strategy, archive_dir)
+            self.orders.append(order)
+            for entry in order.kept:
+                self._placer.remember(entry.partition)
 
     def store_all(self) -> Candidate:
         """The plan that recomputes nothing, in the order with the lower peak."""
@@ -178,6 +182,7 @@ class Planner:
                 time_limit_s=time_limit_s,
                 bound=candidate.bound,
                 bound_of=candidate.bound_of,
+                partition=candidate.partition,
             )
         )
 
@@ -198,7 +203,7 @@ class Planner:
         history: tuple[tuple[float, float], ...] = ()
         began_s = time.perf_counter()
         for _ in range(_MOST_CONFIRMATIONS):
-            candidate = self.store_all()
+            candidate = self.placed(self.store_all(), target_bytes)
             if candidate.peak_bytes > target_bytes:
                 began_s = time.perf_counter()
                 search = Search(self, target_bytes, _CONFIRMED_SHARE * clock.left_s, seed, on_progress)
@@ -211,7 +216,7 @@ class Planner:
                 found = self._as_cheap(candidate, budget_bytes, bound_limit_s)
             if found is not None:
                 break
-            target_bytes -= max(self.worst_peak(candidate) - budget_bytes, budget_bytes // 200)
+            target_bytes -= max(self.placed(candidate, budget_bytes).peak_bytes - budget_bytes, budget_bytes // 200)
         found = found or self.known(budget_bytes, bound_limit_s)
         order = None if found is None or not history else self._order_of(found)
         bounds = () if order is None else order.bounds(found.node_peak_bytes, began_s)
@@ -235,7 +240,7 @@ class Planner:
             if time_s > most_s:
                 return None
             candidate = self.evaluate(order, np.frombuffer(key, dtype=np.int64))
-            if candidate.peak_bytes <= budget_bytes:
+            if self.tensor_peak(candidate) <= budget_bytes:
                 confirmed = self.confirmed(candidate, budget_bytes, bound_limit_s)
                 if confirmed is not None:
                     return confirmed
@@ -244,7 +249,7 @@ class Planner:
     def confirmed(
         self, candidate: Candidate, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S
     ) -> Candidate | None:
-        """The same plan with the peak of a later step, or None if it does not always keep the budget.
+        """The same plan with the peak of a later step, or None if it is not seen to keep the budget in every state.
 
         The first run changes the allocator's state, and so does whatever else uses the device: a batch
         that lies elsewhere can move the peak by some percent.
@@ -252,9 +257,10 @@ class Planner:
         Raises:
             InvalidPlan: The checker refuses it.
         """
-        if self.worst_peak(candidate) > budget_bytes:
+        candidate = self.placed(candidate, budget_bytes)
+        if candidate.peak_bytes > budget_bytes:
             return None
-        peak = self._allocator_peak(candidate.memory, 0)
+        peak = self._allocator_peak(candidate.memory, 0, candidate.partition)
         if peak is None or peak > budget_bytes:
             return None
         validate(
@@ -269,10 +275,18 @@ class Planner:
             return dataclasses.replace(confirmed, bound=confirmed.time_s, bound_of="any order")
         return self._certified(confirmed, bound_limit_s)
 
-    def worst_peak(self, candidate: Candidate, disturbances: int = DISTURBANCES) -> int:
-        """Highest peak of a plan over states of the allocator; by default those in which it must keep the budget."""
-        peaks = [self._allocator_peak(candidate.memory, disturbance) for disturbance in range(disturbances)]
-        return NEVER if None in peaks else max(peaks)
+    def placed(self, candidate: Candidate, budget_bytes: int) -> Candidate:
+        """A plan in memory that is divided so that it keeps a budget in all states, or else for the lowest peak found.
+
+        What is certain to break the budget comes back as it is.
+        """
+        if self.tensor_peak(candidate) > budget_bytes:
+            return candidate
+        key = candidate.memory, budget_bytes
+        if key not in self._placements:
+            self._placements[key] = self._placer.place(candidate.memory, budget_bytes, candidate.partition)
+        found = self._placements[key]
+        return dataclasses.replace(candidate, partition=found.partition, peak_bytes=found.peak_bytes)
 
     def minimum(self) -> Candidate:
         """The plan with the lowest allocator peak that was found, with a peak that `plan` can be held to.
@@ -280,21 +294,28 @@ class Planner:
         Searches are limited in time, and the allocator's state changes, so a little is added.
         """
         self.forget_peaks()
-        smallest = self._smallest(self._small(_MINIMUM_LIMIT_S, own=False))
-        self._keep(smallest)
-        return smallest
+        placed = self._placed_small(self._small(_MINIMUM_LIMIT_S, own=False))
+        for candidate in placed[:_MOST_KEPT]:  # another state of the allocator may suit another one
+            self._keep(candidate)
+        return self._smallest(placed)
 
-    def _smallest(self, small: list[Candidate]) -> Candidate:
-        found = sorted(small, key=_peak)[:MOST_NEIGHBOURS]
-        worst = [self.worst_peak(candidate, DISTURBANCES + SPLITS) for candidate in found]
-        if min(worst) == NEVER:  # the device has no room for any; what its tensors take is then the best known
-            best = min(small, key=self.tensor_peak)
-            return dataclasses.replace(best, peak_bytes=round(_MINIMUM_MARGIN * self.tensor_peak(best)))
-        best = int(np.argmin(worst))
-        return dataclasses.replace(found[best], peak_bytes=round(_MINIMUM_MARGIN * worst[best]))
+    def _placed_small(self, small: list[Candidate]) -> list[Candidate]:
+        """Those with the smallest tensors, in memory divided for each, the lowest peak first."""
+        found = sorted(small, key=self.tensor_peak)[:MOST_NEIGHBOURS]
+        placed = (self.placed(candidate, round(_PLACED_SMALL * self.tensor_peak(candidate))) for candidate in found)
+        return sorted(placed, key=_peak)
+
+    def _smallest(self, placed: list[Candidate]) -> Candidate:
+        """The first of them, with a peak that `plan` can be held to."""
+        best, peak = placed[0], placed[0].peak_bytes
+        if peak == NEVER:  # the device has no room for any; what its tensors take is then the best known
+            best = min(placed, key=self.tensor_peak)
+            peak = self.tensor_peak(best)
+        return dataclasses.replace(best, peak_bytes=round(_MINIMUM_MARGIN * peak))
 
     def forget_peaks(self) -> None:
         """Drops what the allocator said of plans, because its state has changed since."""
+        self._placements.clear()
         for order in self.orders:
             order.seen.clear()
 
@@ -324,7 +345,7 @@ class Planner:
         """The cheapest of the strategy's smallest plans that keep a budget for which the search found nothing."""
         bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * limit_s)
         small = self._small(limit_s - bound_limit_s, own=True)
-        within = sorted((candidate for candidate in small if candidate.peak_bytes <= budget_bytes), key=_time)
+        within = sorted((candidate for candidate in small if self.tensor_peak(candidate) <= budget_bytes), key=_time)
         confirmed = (self.confirmed(candidate, budget_bytes, bound_limit_s) for candidate in within)
         return next((candidate for candidate in confirmed if candidate is not None), None)
 
@@ -377,7 +398,7 @@ class Planner:
     def _simulated(self, op_graph: OpGraph, costs: Costs, ops: Sequence[int]) -> Candidate:
         plan = compile_plan(op_graph, ops)
         memory = simulate(op_graph, plan, costs.workspace_bytes)
-        peak = self._allocator_peak(memory, 0)
+        peak = self._allocator_peak(memory, 0, ())
         return Candidate(
             op_graph=op_graph,
             costs=costs,
@@ -390,7 +411,7 @@ class Planner:
     def _infeasible(self, budget_bytes: int, limit_s: float) -> InfeasibleBudget:
         """The error for a budget that no schedule of any kind can meet."""
         self.forget_peaks()
-        smallest = self._smallest(self._small(limit_s, own=False))
+        smallest = self._smallest(self._placed_small(self._small(limit_s, own=False)))
         return InfeasibleBudget(
             f"budget must be at least {format_bytes(self.needed_bytes, round_up=True)} ({self.needed_bytes:,} bytes) "
             f"for this step, proven: what is held throughout and one op's inputs and outputs take that much; "
@@ -404,7 +425,8 @@ class Planner:
         reasons = [order.reason for order in self.orders if order.reason]
         if reasons:
             return NoScheduleFound(f'strategy "{self._strategy}" has no plan within the budget: {reasons[0]}')
-        smallest = self._smallest([candidate for order in self.orders for candidate in order.seen.values()])
+        seen = [candidate for order in self.orders for candidate in order.seen.values()]
+        smallest = self._smallest(self._placed_small(seen))
         return NoScheduleFound(
             f"no schedule within {format_bytes(budget_bytes)} ({budget_bytes:,} bytes) was found in time. "
             f"{_hint(smallest)}",

@@ -11,7 +11,7 @@ from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import Memory, simulate
 from checkmate_tf.core.validate import validate
 from checkmate_tf.planning.candidate import Candidate
-from checkmate_tf.planning.planner import DISTURBANCES
+from checkmate_tf.planning.partition import Partition, Placer
 
 
 def replay(
@@ -21,7 +21,7 @@ def replay(
     budget_bytes: int,
     *,
     base_bytes: int,
-    allocator_peak: Callable[[Memory, int], int | None],
+    allocator_peak: Callable[[Memory, int, Partition], int | None],
     uncounted_below_bytes: int = 0,
 ) -> Candidate | None:
     """The same ops in the same order, if that keeps the budget in every state of the allocator.
@@ -47,11 +47,9 @@ def replay(
     ordered, ordered_costs = permute(op_graph, costs, [number[name] for name in candidate.op_graph.names])
     plan = compile_plan(ordered, candidate.plan.ops)
     memory = simulate(ordered, plan, ordered_costs.workspace_bytes)
-    peaks = []
-    for disturbance in range(DISTURBANCES):
-        peaks.append(allocator_peak(memory, disturbance))
-        if peaks[-1] is None or peaks[-1] > budget_bytes:
-            return None
+    placement = Placer(allocator_peak).place(memory, budget_bytes)
+    if placement.peak_bytes > budget_bytes:
+        return None
     validate(ordered, plan, memory, budget_bytes - base_bytes, uncounted_below_bytes=uncounted_below_bytes)
     return dataclasses.replace(
         candidate,
@@ -59,7 +57,8 @@ def replay(
         costs=ordered_costs,
         plan=plan,
         memory=memory,
-        peak_bytes=peaks[0],
+        peak_bytes=placement.peak_bytes,
+        partition=placement.partition,
         time_s=ordered_costs.sequence_s(plan.ops),
         node_peak_bytes=0,
         nodes=None,

@@ -16,7 +16,7 @@ from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.problem import Options, Solution
 from checkmate_tf.core.schedule import SequenceSchedule
 from checkmate_tf.planning.archive import Archive, Entry, joined
-from checkmate_tf.planning.candidate import NEVER, Candidate
+from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.solvers.base import Clock
 from checkmate_tf.solvers.remote import Point, RemoteSolver
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SMALL_BYTES = 1 << 16  # values below this are kept: together they are a fraction of a percent
+_ROUNDING = 0.01  # of the budget, which the allocator is expected to add to tensors
 _FIRST_SHARE, _FIRST_GAP = 0.3, 0.01  # of a search, for a first look at each order
 _LATER_SHARE, _LAST_GAP = 0.5, 0.003  # of the time left, for each round of adjustment: the first is the longest
 _LEAST_ROUND_S = 0.2
@@ -147,10 +148,7 @@ class Search:
 
     def run(self) -> Candidate | None:
         """Tries each order quickly, then gives the rest of the time to the better one."""
-        inner = {
-            order: self._budget - self._rounding(self._planner.evaluate(order, range(order.coarse.graph.n)))
-            for order in self._planner.orders
-        }
+        inner = dict.fromkeys(self._planner.orders, int((1 - _ROUNDING) * self._budget))
         for order in inner:
             for entry in order.kept:
                 self._consider(order, entry.nodes)
@@ -191,12 +189,6 @@ class Search:
                 inner_bytes, before = min(inner_bytes + int(0.7 * slack), (inner_bytes + too_much) // 2), inner_bytes
             if abs(inner_bytes - before) < self._budget // 1000:
                 return
-
-    def _rounding(self, candidate: Candidate) -> int:
-        """What the allocator adds to the tensor bytes at the peak of a plan."""
-        if candidate.peak_bytes == NEVER:
-            return 0
-        return max(0, candidate.peak_bytes - self._planner.tensor_peak(candidate))
 
     def _solution(self, order: Order, inner_bytes: int, limit_s: float, gap: float, seed: int) -> Solution:
         options = Options(
@@ -251,9 +243,7 @@ class Search:
         return sorted(close, key=lambda point: point.cost)[:MOST_NEIGHBOURS]
 
     def _consider(self, order: Order, nodes: Sequence[int]) -> Candidate:
-        candidate = self._planner.evaluate(order, nodes)
-        if candidate.peak_bytes <= self._budget:
-            candidate = dataclasses.replace(candidate, peak_bytes=self._planner.worst_peak(candidate))
+        candidate = self._planner.placed(self._planner.evaluate(order, nodes), self._budget)
         if candidate.peak_bytes <= self._budget and (self.best is None or candidate.time_s < self.best.time_s):
             self.best = candidate
             self.history.append((self._clock.elapsed_s, candidate.time_s))

@@ -235,7 +235,7 @@ def test_scattered_variables_are_gathered_so_that_tensors_count_as_what_they_are
 
 SPLIT = """
 from types import SimpleNamespace
-from checkmate_tf.lowering import device
+from checkmate_tf.lowering import device, dividers
 from checkmate_tf.lowering.arena import make_room
 MIB = 1 << 20
 make_room("CPU:0", 600 * MIB, [])
@@ -245,30 +245,31 @@ memory = SimpleNamespace(
     peak_bytes=50 * MIB, event_buffer=np.array([0, 1, 0, 1]), event_bytes=np.array([20 * MIB, 30 * MIB, -1, -1])
 )
 before = device.in_use_bytes("CPU:0")
-peaks = [device.allocator_peak(memory, "CPU:0", (), split) - before for split in (0, 25 * MIB, 85 * MIB)]
-report(peaks=[peak // MIB for peak in peaks], left=device.in_use_bytes("CPU:0") - before)
+partitions = (), (25 * MIB,), (85 * MIB,), (85 * MIB, 2 * MIB)
+peaks = [dividers.allocator_peak(memory, "CPU:0", (), partition) - before for partition in partitions]
+report(peaks=[peak / MIB for peak in peaks], left=device.in_use_bytes("CPU:0") - before)
 """
 
 
-def test_a_small_block_in_the_middle_of_memory_is_not_counted_but_makes_requests_take_chunks_whole():
+def test_dividers_count_and_make_requests_take_chunks_whole():
     found = run(SPLIT, ONEDNN)
-    assert found["peaks"] == [50, 55, 50]  # 20 MiB take the 25 that are left below the small block
+    assert found["peaks"] == [50, 55.25, 50.25, 50.5]  # 20 MiB take the 25 that are left below the first divider
     assert found["left"] == 0
 
 
 TOO_FAR = """
 from types import SimpleNamespace
-from checkmate_tf.lowering import device
+from checkmate_tf.lowering import device, dividers
 MIB = 1 << 20
 rehearse.reserve(100 * MIB)
 memory = SimpleNamespace(peak_bytes=20 * MIB, event_buffer=np.array([0, 0]), event_bytes=np.array([20 * MIB, -1]))
 before = device.in_use_bytes("CPU:0")
-report(peak=device.allocator_peak(memory, "CPU:0", (), 2000 * MIB) - before)
+report(peak=dividers.allocator_peak(memory, "CPU:0", (), (2000 * MIB,)) - before)
 """
 
 
 @pytest.mark.slow  # the allocator waits 10 s for memory before it gives up
-def test_memory_that_is_smaller_than_where_it_should_be_split_is_not_split():
+def test_memory_that_is_smaller_than_a_part_is_not_divided():
     assert run(TOO_FAR, PLAIN_BFC)["peak"] == 20 << 20
 
 

@@ -1,0 +1,125 @@
+"""Finds out how to divide free memory so that the allocator keeps a plan within its budget; see `lowering.dividers`.
+
+Which division suits a plan is found by trial, some milliseconds each. What suited one plan of a step often suits its
+others, so that is tried first; then equal parts, as large as one of the plan's large tensors, and parts as large as
+several of them in a random order.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from checkmate_tf.core.simulate import Memory
+from checkmate_tf.planning.candidate import NEVER
+
+DISTURBANCES = 3  # states of the allocator in which a plan must keep the budget
+
+Partition = tuple[int, ...]
+
+_TRIES, _LIMIT_S = 160, 0.5  # for one plan
+_MOST_KNOWN = 12  # partitions that were good for other plans
+_LARGE = 1 / 40  # of a plan's peak
+MOST_PARTS = 64
+_MOST_SIZES = 6  # of large tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How memory is divided for a plan.
+
+    Attributes:
+        partition: As for `dividers.divide`.
+        peak_bytes: Highest peak that was seen over the states in which the plan was played, everything included.
+    """
+
+    partition: Partition
+    peak_bytes: int
+
+
+class Placer:
+    """Finds partitions for the plans of one step.
+
+    Args:
+        allocator_peak: Plays a simulated plan on the allocator, in its present state (0) or in one that is
+            disturbed in the way that the number selects, in a partition; returns the peak that it would report,
+            everything included, or None where the memory runs out.
+    """
+
+    def __init__(self, allocator_peak: Callable[[Memory, int, Partition], int | None]):
+        self._allocator_peak = allocator_peak
+        self._known: collections.deque[Partition] = collections.deque(maxlen=_MOST_KNOWN)
+        self._ran_out = False
+
+    def place(self, memory: Memory, budget_bytes: int, first: Partition = ()) -> Placement:
+        """The first partition found in which a plan keeps a budget in all states, or else the best one found.
+
+        Args:
+            memory: The plan's simulation.
+            budget_bytes: Everything included.
+            first: To try before others.
+        """
+        best = Placement((), NEVER)
+        until_s = time.perf_counter() + _LIMIT_S
+        for partition in self._partitions(memory, first):
+            peak = self._worst(memory, partition, best.peak_bytes)
+            if peak < best.peak_bytes:
+                best = Placement(partition, peak)
+            if best.peak_bytes <= budget_bytes:
+                self.remember(best.partition)
+                break
+            # The allocator waits for seconds before it says that memory has run out: once is enough.
+            self._ran_out = self._ran_out or (peak == NEVER and bool(partition))
+            if self._ran_out or time.perf_counter() > until_s:
+                break
+        return best
+
+    def _worst(self, memory: Memory, partition: Partition, enough: int) -> int:
+        """Highest peak over the states of the allocator, or over some if that is no better than `enough`."""
+        worst = 0
+        for disturbance in range(DISTURBANCES):
+            peak = self._allocator_peak(memory, disturbance, partition)
+            if peak is None:
+                return NEVER
+            worst = max(worst, peak)
+            if worst >= enough:
+                break
+        return worst
+
+    def remember(self, partition: Partition) -> None:
+        """Tries a partition first from now on."""
+        if partition:
+            if partition in self._known:
+                self._known.remove(partition)
+            self._known.appendleft(partition)
+
+    def _partitions(self, memory: Memory, first: Partition) -> Iterator[Partition]:
+        """At most so many as are tried, each once."""
+        yield from dict.fromkeys((first, ()))
+        if not self._ran_out:
+            yield from dict.fromkeys(partition for partition in (*self._known, *_drawn(memory)) if partition != first)
+
+
+def _drawn(memory: Memory) -> Iterator[Partition]:
+    """Partitions of parts as large as tensors, equal parts and random ones in turn."""
+    nbytes = memory.event_bytes[memory.event_bytes > _LARGE * memory.peak_bytes]
+    sizes, counts = np.unique(nbytes, return_counts=True)
+    sizes = sizes[np.argsort(-sizes * counts)][:_MOST_SIZES].tolist()
+    if not sizes:
+        return
+    rng = np.random.default_rng(0)
+    equal = [(size,) * count for size in sizes for count in range(1, int(memory.peak_bytes // size) + 1)]
+    rng.shuffle(equal)
+    for k in range(_TRIES):
+        if k % 2 and equal:
+            yield equal.pop()
+        else:
+            end = rng.uniform(0.2, 1.0) * memory.peak_bytes
+            parts: list[int] = []
+            while sum(parts) < end and len(parts) < MOST_PARTS:
+                parts.append(int(rng.choice(sizes)))
+            yield tuple(parts)
