@@ -105,6 +105,10 @@ def test_a_valid_sequence_computes_a_node_after_what_it_reads_and_again():
         {"bound": float("inf")},
         {"bound": -1.0},
         {"bound": []},
+        {"partition": None},
+        {"partition": [7, 0]},
+        {"partition": [1 << 60]},
+        {"partition": [7] * 65},
     ],
     ids=str,
 )
