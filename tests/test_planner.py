@@ -301,6 +301,18 @@ def test_a_plan_keeps_the_budget_in_every_state_of_the_allocator():
     assert smallest.peak_bytes >= smallest.memory.peak_bytes + BASE + MIB
 
 
+def test_a_plan_whose_small_tensors_do_not_count_still_keeps_the_budget_in_every_state():
+    """The allocator reports less than the tensors take; the last state was not looked at."""
+
+    def report(memory, disturbance, _):
+        return memory.peak_bytes + BASE - MIB + MIB // 2 * (disturbance == DISTURBANCES - 1)
+
+    graph = training_step()
+    plans = Planner(graph, unit_costs(graph), base_bytes=BASE, allocator_peak=report)
+    plain = plans.store_all()
+    assert plans.placed(plain, plain.peak_bytes).peak_bytes == plain.peak_bytes + MIB // 2
+
+
 def test_memory_is_divided_where_that_keeps_a_budget():
     """The allocator adds an eighth unless two parts are as large as tensors."""
 

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate_tf.core.simulate import Memory
-from checkmate_tf.lowering.device import in_use_bytes, uncounted_below_bytes
+from checkmate_tf.lowering.device import in_use_bytes, limit_bytes, uncounted_below_bytes
 from checkmate_tf.lowering.rehearse import address, empty, rehearse
 
 _MOST_TRIES, _LARGEST_BYTES = 64, 64 << 20  # to fill free chunks with
@@ -33,8 +33,11 @@ def allocator_peak(
         partition: How free memory is divided meanwhile, as for `divide`; the dividers count.
 
     Returns:
-        Everything included; None where the memory runs out.
+        Bytes, what is in use already included; None where the memory runs out.
     """
+    limit = limit_bytes(device)
+    if limit is not None and in_use_bytes(device) + memory.peak_bytes > limit:
+        return None  # an allocation that fails would wait 10 s for another thread to free something
     dividers = divide(partition, device)
     before = in_use_bytes(device)
     with tf.device(device):

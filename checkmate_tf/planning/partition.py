@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator
 
@@ -55,14 +56,18 @@ class Placer:
         self._known: collections.deque[Partition] = collections.deque(maxlen=_MOST_KNOWN)
         self._ran_out = False
 
-    def place(self, memory: Memory, budget_bytes: int, first: Partition = ()) -> Placement:
+    def place(self, memory: Memory, budget_bytes: int, tensor_bytes: int, first: Partition = ()) -> Placement:
         """The first partition found in which a plan keeps a budget in all states, or else the best one found.
 
         Args:
             memory: The plan's simulation.
             budget_bytes: Everything included.
+            tensor_bytes: The plan's peak in tensor bytes, everything included. Memory is divided only where the
+                budget has room for that.
             first: To try before others.
         """
+        if tensor_bytes > budget_bytes:
+            return Placement((), self._worst(memory, (), budget_bytes + 1))
         best = Placement((), NEVER)
         until_s = time.perf_counter() + _LIMIT_S
         for partition in self._partitions(memory, first):
@@ -98,28 +103,29 @@ class Placer:
             self._known.appendleft(partition)
 
     def _partitions(self, memory: Memory, first: Partition) -> Iterator[Partition]:
-        """At most so many as are tried, each once."""
-        yield from dict.fromkeys((first, ()))
-        if not self._ran_out:
-            yield from dict.fromkeys(partition for partition in (*self._known, *_drawn(memory)) if partition != first)
+        """Each once."""
+        tried = set()
+        more = () if self._ran_out else itertools.chain(tuple(self._known), _drawn(memory))
+        for partition in itertools.chain((first, ()), more):
+            if partition not in tried:
+                tried.add(partition)
+                yield partition
 
 
 def _drawn(memory: Memory) -> Iterator[Partition]:
-    """Partitions of parts as large as tensors, equal parts and random ones in turn."""
+    """Partitions of parts as large as tensors, random ones and equal parts in turn."""
     nbytes = memory.event_bytes[memory.event_bytes > _LARGE * memory.peak_bytes]
     sizes, counts = np.unique(nbytes, return_counts=True)
-    sizes = sizes[np.argsort(-sizes * counts)][:_MOST_SIZES].tolist()
-    if not sizes:
+    sizes = sizes[np.argsort(-sizes * counts)][:_MOST_SIZES]
+    if not len(sizes):
         return
     rng = np.random.default_rng(0)
-    equal = [(size,) * count for size in sizes for count in range(1, int(memory.peak_bytes // size) + 1)]
+    equal = [(size,) * count for size in sizes.tolist() for count in range(1, int(memory.peak_bytes // size) + 1)]
     rng.shuffle(equal)
     for k in range(_TRIES):
         if k % 2 and equal:
             yield equal.pop()
         else:
+            parts = rng.choice(sizes, MOST_PARTS)
             end = rng.uniform(0.2, 1.0) * memory.peak_bytes
-            parts: list[int] = []
-            while sum(parts) < end and len(parts) < MOST_PARTS:
-                parts.append(int(rng.choice(sizes)))
-            yield tuple(parts)
+            yield tuple(parts[: 1 + np.searchsorted(np.cumsum(parts), end)].tolist())

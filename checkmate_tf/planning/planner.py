@@ -240,7 +240,7 @@ class Planner:
             if time_s > most_s:
                 return None
             candidate = self.evaluate(order, np.frombuffer(key, dtype=np.int64))
-            if self.tensor_peak(candidate) <= budget_bytes:
+            if self._may_keep(candidate, budget_bytes):
                 confirmed = self.confirmed(candidate, budget_bytes, bound_limit_s)
                 if confirmed is not None:
                     return confirmed
@@ -276,17 +276,20 @@ class Planner:
         return self._certified(confirmed, bound_limit_s)
 
     def placed(self, candidate: Candidate, budget_bytes: int) -> Candidate:
-        """A plan in memory that is divided so that it keeps a budget in all states, or else for the lowest peak found.
-
-        What is certain to break the budget comes back as it is.
-        """
-        if self.tensor_peak(candidate) > budget_bytes:
+        """A plan in memory divided so that it keeps a budget in all states, or else for the lowest peak found."""
+        if not self._may_keep(candidate, budget_bytes):
             return candidate
         key = candidate.memory, budget_bytes
         if key not in self._placements:
-            self._placements[key] = self._placer.place(candidate.memory, budget_bytes, candidate.partition)
+            self._placements[key] = self._placer.place(
+                candidate.memory, budget_bytes, self.tensor_peak(candidate), candidate.partition
+            )
         found = self._placements[key]
         return dataclasses.replace(candidate, partition=found.partition, peak_bytes=found.peak_bytes)
+
+    def _may_keep(self, candidate: Candidate, budget_bytes: int) -> bool:
+        """Whether a plan keeps a budget as memory is, or may keep it in memory that is divided."""
+        return min(candidate.peak_bytes, self.tensor_peak(candidate)) <= budget_bytes
 
     def minimum(self) -> Candidate:
         """The plan with the lowest allocator peak that was found, with a peak that `plan` can be held to.
@@ -345,7 +348,7 @@ class Planner:
         """The cheapest of the strategy's smallest plans that keep a budget for which the search found nothing."""
         bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * limit_s)
         small = self._small(limit_s - bound_limit_s, own=True)
-        within = sorted((candidate for candidate in small if self.tensor_peak(candidate) <= budget_bytes), key=_time)
+        within = sorted((candidate for candidate in small if self._may_keep(candidate, budget_bytes)), key=_time)
         confirmed = (self.confirmed(candidate, budget_bytes, bound_limit_s) for candidate in within)
         return next((candidate for candidate in confirmed if candidate is not None), None)
 

@@ -47,7 +47,7 @@ def replay(
     ordered, ordered_costs = permute(op_graph, costs, [number[name] for name in candidate.op_graph.names])
     plan = compile_plan(ordered, candidate.plan.ops)
     memory = simulate(ordered, plan, ordered_costs.workspace_bytes)
-    placement = Placer(allocator_peak).place(memory, budget_bytes)
+    placement = Placer(allocator_peak).place(memory, budget_bytes, base_bytes + memory.peak_bytes)
     if placement.peak_bytes > budget_bytes:
         return None
     validate(ordered, plan, memory, budget_bytes - base_bytes, uncounted_below_bytes=uncounted_below_bytes)
