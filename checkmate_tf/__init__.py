@@ -1,10 +1,14 @@
 """Trains a Keras model inside a memory budget that it does not fit in.
 
 Names are imported when they are first used: planning runs in processes that must not load TensorFlow.
+
+Importing the package before TensorFlow makes its first tensor also has TensorFlow count what a CPU's memory holds
+(`_cpu_memory`).
 """
 
 import importlib
 
+from checkmate_tf import _cpu_memory
 from checkmate_tf._version import __version__
 from checkmate_tf.errors import (
     BudgetError,
@@ -15,6 +19,8 @@ from checkmate_tf.errors import (
     NoScheduleFound,
     OptionError,
 )
+
+_cpu_memory.count()
 
 _LAZY = {
     "MaxBatchSize": "checkmate_tf.batch_size",

@@ -11,6 +11,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from checkmate_tf import _cpu_memory
+from checkmate_tf._cpu_memory import INSTRUCTIONS_FOR_ONEDNN
+
 RESULTS = pathlib.Path(__file__).parent / "results"
 VERSION = 1
 PACKAGES = ("ortools", "numpy", "checkmate_tf")
@@ -19,10 +22,10 @@ KERAS_PACKAGES = ("tensorflow", "keras", *PACKAGES)
 
 def environment(packages: Sequence[str] = PACKAGES) -> dict:
     """The machine, how busy it is, and the versions."""
-    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    cpu = _cpu_memory.described()
     return {
-        "cpu": cpu,
+        "cpu": cpu.get("model name", ""),
+        "onednn_instructions": [name for name in INSTRUCTIONS_FOR_ONEDNN if name in cpu.get("flags", "").split()],
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -71,7 +74,8 @@ class ResultFile:
 
     def _goes_on(self, content: dict) -> bool:
         here, there = environment(self._packages), content.get("environment", {})
-        same = ("cpu", "cores", "python", *self._packages)
+        kernels = ("onednn_instructions",) if "tensorflow" in self._packages else ()
+        same = ("cpu", "cores", "python", *kernels, *self._packages)
         settings = json.loads(json.dumps(self._settings))
         return content.get("settings") == settings and all(there.get(name) == here[name] for name in same)
 

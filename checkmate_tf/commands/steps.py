@@ -231,7 +231,7 @@ def _peak_bytes(device: str) -> int | None:
     """The allocator's peak since the last reset; None where this allocator does not count."""
     try:
         return tf.config.experimental.get_memory_info(device)["peak"]
-    except ValueError:  # the CPU's allocator without oneDNN
+    except ValueError:  # a CPU without oneDNN where TF_CPU_ALLOCATOR_USE_BFC is off
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tensorflow as tf
+from tensorflow.python.util import _pywrap_util_port
 
 from checkmate_tf.lowering.rehearse import allocator_config
 
@@ -11,6 +12,11 @@ def name_of(variables) -> str:
     """The device that holds a model's variables, as "CPU:0" or "GPU:0"."""
     spec = tf.DeviceSpec.from_string(next((v.device for v in variables if v.device), "/device:CPU:0"))
     return f"{spec.device_type or 'CPU'}:{spec.device_index or 0}"
+
+
+def onednn_is_on() -> bool:
+    """Whether a CPU runs oneDNN's kernels. Where TF_ENABLE_ONEDNN_OPTS is not set, TensorFlow decides by the CPU."""
+    return _pywrap_util_port.IsMklEnabled()
 
 
 def in_use_bytes(device: str) -> int:

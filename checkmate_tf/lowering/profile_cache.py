@@ -12,7 +12,7 @@ import pathlib
 import tensorflow as tf
 
 from checkmate_tf._files import write_atomically
-from checkmate_tf.lowering.device import uncounted_below_bytes
+from checkmate_tf.lowering.device import onednn_is_on, uncounted_below_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class ProfileCache:
             "device": device,
             "details": str(details(physical[0])) if physical and physical[0].device_type != "CPU" else "",
             "cores": os.cpu_count(),
-            "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", ""),
+            "onednn": onednn_is_on(),
             "uncounted_below_bytes": uncounted_below_bytes(device),
         }
         self.ops: dict[str, OpProfile] = {}

@@ -197,8 +197,8 @@ def _memory(device: str) -> dict[str, int]:
         return tf.config.experimental.get_memory_info(device)
     except (ValueError, tf.errors.OpError) as error:
         raise CheckmateError(
-            f"{device} must keep memory statistics; it does not ({error}). On a CPU leave oneDNN on, or set "
-            "TF_CPU_ALLOCATOR_USE_BFC=1."
+            f"{device} must keep memory statistics; it does not ({error}). On a CPU, import checkmate_tf before "
+            "TensorFlow makes its first tensor, or set TF_CPU_ALLOCATOR_USE_BFC=1."
         ) from error
 
 

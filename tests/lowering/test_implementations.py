@@ -61,7 +61,10 @@ def gelu_variants(draw) -> Variant:
 def padded_variants(draw, kind: str) -> Variant:
     sizes = [draw(st.integers(4, 9)) for _ in range(2)]
     channels, filters, window = (draw(st.integers(1, 4)) for _ in range(3))
-    strides = [draw(st.integers(1, 3))] * 2 if kind == "DepthwiseConv2dNative" else [draw(st.integers(1, 3)), 2]
+    # Others with windows of one element are not drawn: there oneDNN's gradient of the weights, with padding or without,
+    # is wrong on CPUs that have AVX2 and not AVX-512 (TensorFlow 2.21).
+    alike = kind == "DepthwiseConv2dNative" or window == 1
+    strides = [draw(st.integers(1, 3))] * 2 if alike else [draw(st.integers(1, 3)), 2]
     out = [-(-size // stride) for size, stride in zip(sizes, strides, strict=True)]
     totals = [max(0, (n - 1) * s + window - size) for n, s, size in zip(out, strides, sizes, strict=True)]
     gradients = draw(st.sampled_from([("x", "weights"), ("x",), ("weights",), ()]))

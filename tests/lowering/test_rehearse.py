@@ -14,7 +14,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 ONEDNN = {"TF_ENABLE_ONEDNN_OPTS": "1"}
 PLAIN_BFC = {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPU_BFC_MEM_LIMIT_IN_MB": "900"}
-NO_STATISTICS = {"TF_ENABLE_ONEDNN_OPTS": "0"}
+NO_STATISTICS = {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPU_ALLOCATOR_USE_BFC": "0"}
 
 PRELUDE = """
 import json
@@ -196,6 +196,24 @@ def test_a_device_without_statistics_is_refused_with_the_way_out():
     assert "TF_CPU_ALLOCATOR_USE_BFC" in run(UNTRACKED, NO_STATISTICS)["message"]
 
 
+COUNTED = """
+from checkmate_tf.lowering import rehearse
+
+rehearse.empty(1 << 20)
+config = rehearse.allocator_config()
+report(uncounted=config.uncounted_below_bytes, limit=config.limit_bytes)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "uncounted"), [({"TF_ENABLE_ONEDNN_OPTS": "0"}, 0), (ONEDNN, 256 << 10), ({}, None)]
+)
+def test_importing_the_package_has_a_cpu_count(environment, uncounted):
+    found = run(COUNTED, environment)
+    assert found["uncounted"] == uncounted or uncounted is None
+    assert found["limit"] >> 20 == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
 GATHER = """
 from checkmate_tf.lowering.arena import gather, make_room
 MIB = 1 << 20
@@ -271,6 +289,30 @@ report(peak=dividers.allocator_peak(memory, "CPU:0", (), (2000 * MIB,)) - before
 @pytest.mark.slow  # the allocator waits 10 s for memory before it gives up
 def test_memory_that_is_smaller_than_a_part_is_not_divided():
     assert run(TOO_FAR, PLAIN_BFC)["peak"] == 20 << 20
+
+
+BEYOND_THE_LIMIT = """
+import time
+from types import SimpleNamespace
+from checkmate_tf.lowering import device, dividers
+MIB = 1 << 20
+rehearse.reserve(100 * MIB)
+limit = device.limit_bytes("CPU:0")
+memory = SimpleNamespace(
+    peak_bytes=limit, event_buffer=np.array([0, 0]), event_bytes=np.array([limit, -1])
+)
+held = rehearse.empty(MIB)
+start = time.perf_counter()
+peak = dividers.allocator_peak(memory, "CPU:0")
+report(limit=limit, peak=peak, seconds=time.perf_counter() - start)
+"""
+
+
+def test_a_plan_beyond_the_limit_is_not_tried():
+    found = run(BEYOND_THE_LIMIT, PLAIN_BFC)
+    assert found["limit"] == 900 << 20
+    assert found["peak"] is None
+    assert found["seconds"] < 5  # the allocator waits for 10 before it gives up
 
 
 ZEROS = """
