@@ -1,9 +1,8 @@
 """A plan's peak on the device's allocator, and small blocks that divide free memory to lower it.
 
 TensorFlow's best-fit allocator gives a request the smallest free chunk that holds it, whole where that is less than
-twice as large: 64 MiB that find a hole of 100 MiB count as 100. Measured on a U-Net planned for half of its memory,
-tensors of 544 MB counted as 614. Blocks of 256 KiB that are held as long as the plan runs keep free chunks from growing
-together beyond what tensors fill: with seven of them the same tensors counted as 549.
+twice as large: 64 MiB that find a hole of 100 MiB count as 100. Small blocks that are held while the plan runs keep
+free chunks from growing together beyond what tensors fill.
 """
 
 from __future__ import annotations
