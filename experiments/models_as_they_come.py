@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
 import os
 import pathlib
@@ -355,23 +354,20 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def run(name: str, cache_dir: str) -> dict:
-    """One row, in the worker process."""
+def run(name: str, cache_dir: str, budget: str) -> dict:
+    """One row, in the worker process; with "least_bytes" where the budget is refused."""
     case = CASES[name]()
     keras.config.set_floatx("float64" if case.policy == "float64" else "float32")
     keras.config.set_dtype_policy(case.policy)
     tf.config.experimental.enable_op_determinism()
-    plain = case.train(None)
-    options = {"cache_dir": cache_dir, "verbose": False, "time_limit_s": TIME_LIMIT_S}
-    row = {"case": name, "what": case.what, "budget": str(FRACTION)}
-    planned, least = attempt(case, FRACTION, row, options)
-    if planned is None:
-        keras.backend.clear_session()
-        gc.collect()  # of the model that was refused
-        row["budget"] = "the least found + 5 %"
-        planned, _ = attempt(case, round(1.05 * least), row, options)
-    if planned is None:
-        return {**row, "error": row["refused"]}
+    row = {"case": name, "what": case.what, "budget": budget}
+    amount = float(budget) if budget == str(FRACTION) else int(budget)
+    try:
+        planned = case.train(amount, cache_dir=cache_dir, verbose=False, time_limit_s=TIME_LIMIT_S)
+    except (checkmate_tf.InfeasibleBudget, checkmate_tf.NoScheduleFound) as error:
+        least = getattr(error, "best_peak_bytes", None) or error.minimum_bytes
+        return {**row, "refused": str(error), "least_bytes": least}
+    plain = case.train(None)  # last, as Keras never gives back the memory of a model that was trained
     report = planned.report
     measured = report.measured_peak_bytes is not None
     return {
@@ -387,15 +383,6 @@ def run(name: str, cache_dir: str) -> dict:
         "tolerance": TOLERANCE[case.policy],
         "notes": list(report.notes),
     }
-
-
-def attempt(case: Case, budget, row: dict, options: dict) -> tuple[Trained | None, int]:
-    """Trains within a budget. Where that is refused: None, and the least budget that was found, in bytes."""
-    try:
-        return case.train(budget, **options), 0
-    except (checkmate_tf.InfeasibleBudget, checkmate_tf.NoScheduleFound) as error:
-        row["refused"] = str(error)
-        return None, getattr(error, "best_peak_bytes", None) or error.minimum_bytes
 
 
 def difference(plain, planned) -> float:
@@ -444,7 +431,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--out", type=pathlib.Path, default=RESULT)
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         print("RESULT " + json.dumps(run(*args.worker)))
@@ -453,7 +440,7 @@ def main() -> int:
     result = ResultFile(args.out, settings, ("case",), KERAS_PACKAGES)
     with tempfile.TemporaryDirectory() as cache_dir:
         for name in args.cases:
-            row = worker(name, cache_dir)
+            row = trained(name, cache_dir)
             print(json.dumps(row), flush=True)
             result.add([row])
     if args.out == RESULT:
@@ -461,10 +448,21 @@ def main() -> int:
     return int(any("error" in row or row.get("within_budget") is False for row in result.rows))
 
 
-def worker(name: str, cache_dir: str) -> dict:
-    """One row, from a process of its own; with "error" where it did not come to its end."""
+def trained(name: str, cache_dir: str) -> dict:
+    """One row; with "error" where there is something wrong."""
+    row = worker(name, cache_dir, str(FRACTION))
+    if "refused" in row:
+        again = worker(name, cache_dir, str(round(1.05 * row["least_bytes"])))
+        if "refused" in again:
+            again["error"] = f"the budget that was named is refused: {again['refused']}"
+        row = {**again, "budget": "the least found + 5 %", "refused": row["refused"]}
+    return row
+
+
+def worker(name: str, cache_dir: str, budget: str) -> dict:
+    """Trains in a process of its own; with "error" where it did not come to its end."""
     ran = subprocess.run(
-        [sys.executable, __file__, "--worker", name, cache_dir],
+        [sys.executable, __file__, "--worker", name, cache_dir, budget],
         env={
             **os.environ,
             "TF_ENABLE_ONEDNN_OPTS": "0",
@@ -479,7 +477,7 @@ def worker(name: str, cache_dir: str) -> dict:
     if ran.returncode or not found:
         return {"case": name, "error": ran.stderr.strip()[-1500:]}
     row = json.loads(found[-1].removeprefix("RESULT "))
-    if "error" not in row and row["largest_difference"] > row["tolerance"]:
+    if "tolerance" in row and not row["largest_difference"] <= row["tolerance"]:  # nor NaN
         row["error"] = f"differs from plain Keras by {row['largest_difference']:.1e}"
     return row
 

@@ -2,19 +2,24 @@
 
 OR-Tools and TensorFlow get along in one process only in one order of import (`solvers.engines`),
 which is not ours to choose in a user's program. The process also keeps a search from competing
-with Python threads here, and its time limit is kept even if a solver hangs in native code.
+with Python threads here, and its time limit is kept even if a solver hangs in native code. Where native
+code aborts (CP-SAT 9.15 has, on a busy machine: "Check failed: solution->size() == postsolve_mapping.size()"),
+another process is asked once more.
 """
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from checkmate_tf.core.graph import Graph
@@ -23,7 +28,11 @@ from checkmate_tf.errors import CheckmateError
 from checkmate_tf.solvers.minimum import MinimumBudget, minimum_budget
 from checkmate_tf.solvers.registry import create
 
+_log = logging.getLogger(__name__)
+
 _PATIENCE_S = 60.0  # beyond the time limit, until a solver is taken to hang
+_ENDING_S = 5.0
+_LEAST_S = 1.0  # for the second process where the first has died
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,15 +63,17 @@ class RemoteSolver:
         self.graph = graph
         self._front: tuple[Point, ...] = ()
         self._child: _Child | None = None
+        self._is_told = False  # of the graph
 
     def solve(self, budget_bytes: int, options: Options) -> Solution:
         """The cheapest schedule found within the budget; see Solver.solve.
 
         Raises:
-            CheckmateError: The process died or hangs.
+            CheckmateError: Two processes died, or one hangs.
         """
+        sent = dataclasses.replace(options, on_progress=None, stop=None)
         solution, self._front = self._ask(
-            ("solve", int(budget_bytes), dataclasses.replace(options, on_progress=None, stop=None)),
+            lambda limit_s: ("solve", int(budget_bytes), dataclasses.replace(sent, time_limit_s=limit_s)),
             options.time_limit_s,
             options.on_progress,
         )
@@ -81,9 +92,9 @@ class RemoteSolver:
                 else "stages" stands in for it.
 
         Raises:
-            CheckmateError: The process died or hangs.
+            CheckmateError: Two processes died, or one hangs.
         """
-        return self._ask(("minimum", time_limit_s, own), time_limit_s, None)
+        return self._ask(lambda limit_s: ("minimum", limit_s, own), time_limit_s, None)
 
     def close(self) -> None:
         """Gives the process back, for the next solver."""
@@ -91,12 +102,25 @@ class RemoteSolver:
             self._child = None
             self._release()
 
-    def _ask(self, request: tuple, limit_s: float, on_progress):
+    def _ask(self, request: Callable[[float], tuple], limit_s: float, on_progress):
+        """What a process answers to the request within a number of seconds, or another one where it dies."""
+        began = time.perf_counter()
+        try:
+            return self._ask_once(request(limit_s), limit_s, on_progress)
+        except _Died as error:
+            _log.debug("%s It is asked once more.", error)
+            left_s = max(_LEAST_S, limit_s - (time.perf_counter() - began))
+            return self._ask_once(request(left_s), left_s, on_progress)
+
+    def _ask_once(self, request: tuple, limit_s: float, on_progress):
         if self._child is None:
             self._child = _take()
             self._release = weakref.finalize(self, _give_back, self._child)
-            self._child.send(("graph", self.name, self.graph))
+            self._is_told = False
         try:
+            if not self._is_told:
+                self._child.send(("graph", self.name, self.graph))
+                self._is_told = True
             self._child.send(request)
             while True:
                 kind, *answer = self._child.receive(limit_s + _PATIENCE_S)
@@ -111,6 +135,10 @@ class RemoteSolver:
         finally:
             if not self._child.is_idle:  # it died, hangs, or the user has interrupted it
                 self.close()
+
+
+class _Died(CheckmateError):
+    """A process ended before it answered."""
 
 
 class _Child:
@@ -143,7 +171,7 @@ class _Child:
         """Sends a request.
 
         Raises:
-            CheckmateError: The process died.
+            _Died: The process died.
         """
         self.is_idle = False
         try:
@@ -155,7 +183,8 @@ class _Child:
         """What it says next.
 
         Raises:
-            CheckmateError: The process died or hangs.
+            _Died: The process died.
+            CheckmateError: It hangs.
         """
         if not self._receive.poll(limit_s):
             raise CheckmateError(f"the solver did not answer within {limit_s:.0f} s.")
@@ -164,8 +193,12 @@ class _Child:
         except EOFError as error:
             raise self._ended() from error
 
-    def _ended(self) -> CheckmateError:
-        return CheckmateError(f"the solver's process ended with code {self._process.poll()}.")
+    def _ended(self) -> _Died:
+        try:
+            self._process.wait(_ENDING_S)  # the pipe closes a moment before
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        return _Died(f"the solver's process ended with code {self._process.wait()}.")
 
     def end(self) -> None:
         """Ends the process, whatever it is doing."""

@@ -59,13 +59,45 @@ def test_a_process_that_has_died_is_not_used_again():
     assert cost(second, graph) > 0
 
 
-def test_a_solver_whose_process_dies_says_so_and_starts_another():
+def test_a_solver_whose_process_dies_asks_another():
     graph = chain(4)
     solver = RemoteSolver("stages", graph)
-    cost(solver, graph)
+    expected = cost(solver, graph)
     solver._child._process.kill()
+    assert cost(solver, graph) == expected
+
+
+def test_a_process_that_dies_while_it_solves_is_replaced(monkeypatch):
+    graph, receive, asked = chain(4), remote._Child.receive, []
+
+    def dying(child, limit_s):
+        asked.append((child, limit_s))
+        if len(asked) == 1:
+            child._process.kill()
+            child._process.wait()
+        return receive(child, limit_s)
+
+    monkeypatch.setattr(remote._Child, "receive", dying)
+    assert cost(RemoteSolver("stages", graph), graph) > 0
+    (first, first_s), (second, second_s), *_ = asked
+    assert first is not second
+    assert second_s < first_s
+
+
+def test_a_solver_whose_processes_die_says_so(monkeypatch):
+    graph, asked = chain(4), []
+
+    def dying(child, _):
+        asked.append(child)
+        child._process.kill()
+        raise child._ended()
+
+    monkeypatch.setattr(remote._Child, "receive", dying)
+    solver = RemoteSolver("stages", graph)
     with pytest.raises(CheckmateError, match="ended"):
         cost(solver, graph)
+    assert len(asked) == 2
+    monkeypatch.undo()
     assert cost(solver, graph) > 0
 
 
