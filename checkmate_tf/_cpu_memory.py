@@ -31,7 +31,7 @@ def described(cpuinfo: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> dict[str
     if not cpuinfo.exists():
         return {}
     lines = (line.partition(":") for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines())
-    return {key.strip(): value.strip() for key, _, value in lines}
+    return {key.strip(): value.strip() for key, colon, value in lines if colon}
 
 
 def _has_onednn() -> bool:
