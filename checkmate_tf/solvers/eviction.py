@@ -166,6 +166,7 @@ class _Run:
         cost_exponent, wait_exponent = self._exponents
         cost = np.array([self._cost_again(value) for value in values.tolist()])
         wait = np.maximum(self._next_use[values] - node, 1.0)
+        cost /= cost.max(initial=np.finfo(float).tiny)  # whose powers could be too large for a float
         worth = cost**cost_exponent / self._graph.out_bytes[values] / wait**wait_exponent
         return values[np.argsort(worth, kind="stable")].tolist()
 

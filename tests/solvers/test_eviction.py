@@ -48,9 +48,11 @@ def test_nothing_is_recomputed_where_everything_fits():
     assert {schedule.cost for schedule in found} == {graph.total_cost}
 
 
-def test_of_two_values_of_a_size_the_cheap_one_goes():
-    """Both wait for the last node while others run, which leave room for one of them."""
-    graph = Graph.build([9, 2, 1, 1, 1], [4, 4, 4, 4, 1], [(2, 3), (0, 4), (1, 4)], is_gradient=[False] * 4 + [True])
+@pytest.mark.parametrize("unit", [1, 1e298], ids=["small", "huge"])
+def test_of_two_values_of_a_size_the_cheap_one_goes(unit):
+    """Both wait for the last node while others run, which leave room for one of them. Powers of huge costs overflow."""
+    costs = [unit * cost for cost in (9, 2, 1, 1, 1)]
+    graph = Graph.build(costs, [4, 4, 4, 4, 1], [(2, 3), (0, 4), (1, 4)], is_gradient=[False] * 4 + [True])
     found = evicting(graph, 12)  # two of 4 bytes, and the two that node 3 needs, do not fit
     assert [schedule.recomputed[4] for schedule in found] == [1 << 1] * len(found)
     assert found
