@@ -388,7 +388,8 @@ def run(name: str, cache_dir: str, budget: str) -> dict:
 def difference(plain, planned) -> float:
     """The largest of all variables, relative to the largest value of each."""
     pairs = [(a.astype("float64"), b.astype("float64")) for a, b in zip(plain, planned, strict=True)]
-    return max(float(np.abs(a - b).max(initial=0.0)) / max(1.0, float(np.abs(a).max(initial=0.0))) for a, b in pairs)
+    differences = [np.abs(a - b).max(initial=0.0) / np.abs(a).max(initial=1.0) for a, b in pairs]
+    return float(np.max(differences))  # which does not lose a NaN
 
 
 def page(rows: list[dict]) -> str:

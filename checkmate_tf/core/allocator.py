@@ -78,7 +78,7 @@ class AllocatorConfig:
 
 
 CPU_ONEDNN = AllocatorConfig(uncounted_below_bytes=256 << 10)
-"""TensorFlow's CPU with oneDNN on, which is the default on x86 (`MklCPUAllocator`)."""
+"""TensorFlow's CPU with oneDNN on, the default where a CPU has instructions for neural networks (`MklCPUAllocator`)."""
 
 CPU_BFC = AllocatorConfig(limit_bytes=64 << 30)
 """The CPU with TF_CPU_ALLOCATOR_USE_BFC=1; the limit is TF_CPU_BFC_MEM_LIMIT_IN_MB, else 64 GiB."""

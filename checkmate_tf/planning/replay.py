@@ -48,8 +48,10 @@ def replay(
     plan = compile_plan(ordered, candidate.plan.ops)
     memory = simulate(ordered, plan, ordered_costs.workspace_bytes)
     placement = Placer(allocator_peak).place(memory, budget_bytes, base_bytes + memory.peak_bytes)
+    if placement.peak_bytes > budget_bytes:
+        return None
     peak_bytes = allocator_peak(memory, 0, placement.partition)  # as memory is now
-    if placement.peak_bytes > budget_bytes or peak_bytes is None:
+    if peak_bytes is None:
         return None
     validate(ordered, plan, memory, budget_bytes - base_bytes, uncounted_below_bytes=uncounted_below_bytes)
     return dataclasses.replace(

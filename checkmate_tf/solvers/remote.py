@@ -63,7 +63,6 @@ class RemoteSolver:
         self.graph = graph
         self._front: tuple[Point, ...] = ()
         self._child: _Child | None = None
-        self._is_told = False  # of the graph
 
     def solve(self, budget_bytes: int, options: Options) -> Solution:
         """The cheapest schedule found within the budget; see Solver.solve.
@@ -113,14 +112,13 @@ class RemoteSolver:
             return self._ask_once(request(left_s), left_s, on_progress)
 
     def _ask_once(self, request: tuple, limit_s: float, on_progress):
-        if self._child is None:
+        is_new = self._child is None
+        if is_new:
             self._child = _take()
             self._release = weakref.finalize(self, _give_back, self._child)
-            self._is_told = False
         try:
-            if not self._is_told:
+            if is_new:
                 self._child.send(("graph", self.name, self.graph))
-                self._is_told = True
             self._child.send(request)
             while True:
                 kind, *answer = self._child.receive(limit_s + _PATIENCE_S)
