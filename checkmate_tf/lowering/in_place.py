@@ -1,0 +1,82 @@
+"""Assignments that leave a variable where it is.
+
+TensorFlow's AssignVariableOp gives a variable the buffer of the value. After it the variable lies among the tensors of
+the step, in another place each time, and divides the memory that the next step finds. Here the value is copied into
+the variable's own buffer.
+
+References:
+    TensorFlow, `core/kernels/resource_variable_ops.cc` (`AssignVariableOp`, `AssignUpdateVariableOp`),
+    `core/kernels/training_op_helpers.h` (`PrepareToUpdateVariable`) and `core/kernels/inplace_ops.cc`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2, graph_pb2, node_def_pb2
+from tensorflow.python.framework import kernels
+
+_ONE_ROW = "in_place/one_row"
+_INT32 = attr_value_pb2.AttrValue(type=tf.int32.as_datatype_enum)
+_UNSHARE, _WRITE = "AssignSubVariableOp", "_ParallelConcatUpdate"
+
+
+def writable(function: tf.types.experimental.ConcreteFunction) -> set[str]:
+    """Names of a function's inputs whose variables can be assigned in place.
+
+    Their shape is known and not empty, and the device has the kernels for their type.
+    """
+    inputs = {id(handle): placeholder.op.name for handle, placeholder in function.graph.captures}
+    return {
+        inputs[id(variable.handle)]
+        for variable in function.variables
+        if id(variable.handle) in inputs and variable.shape.num_elements() and _has_kernels(variable)
+    }
+
+
+def one_row() -> node_def_pb2.NodeDef:
+    """The constant that all ops of `in_place` share."""
+    node = node_def_pb2.NodeDef(name=_ONE_ROW, op="Const")
+    node.attr["dtype"].CopyFrom(_INT32)
+    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto([1, -1], tf.int32))
+    return node
+
+
+def in_place(assign: node_def_pb2.NodeDef) -> list[node_def_pb2.NodeDef]:
+    """The ops that do what an AssignVariableOp does, in place.
+
+    The first of them waits for what the assignment waits for; the last has its name. The first is there for what it
+    does before it subtracts: if anyone else reads the variable's buffer, it moves the variable to one of its own. The
+    last writes into its input, whoever reads that.
+    """
+    graph_def = graph_pb2.GraphDef()
+
+    def add(name: str, op: str, *inputs: str, **attributes: attr_value_pb2.AttrValue) -> str:
+        node = graph_def.node.add(name=name, op=op, input=inputs, device=assign.device)
+        for key, value in attributes.items():
+            node.attr[key].CopyFrom(value)
+        return name
+
+    handle, value, *controls = assign.input
+    name, dtype = assign.name, assign.attr["dtype"]
+    unshared = add(f"{name}/unshared", _UNSHARE, handle, value, *controls, dtype=dtype)
+    read = add(f"{name}/buffer", "ReadVariableOp", handle, f"^{unshared}", dtype=dtype)
+    target = add(f"{name}/target", "Reshape", read, _ONE_ROW, T=dtype, Tshape=_INT32)
+    source = add(f"{name}/source", "Reshape", value, _ONE_ROW, T=dtype, Tshape=_INT32)
+    add(name, _WRITE, target, source, T=dtype, loc=attr_value_pb2.AttrValue(i=0))
+    return list(graph_def.node)
+
+
+def _has_kernels(variable: tf.Variable) -> bool:
+    device_type = tf.DeviceSpec.from_string(variable.device).device_type or "CPU"
+    return all(_has_kernel(op, device_type, variable.dtype.as_datatype_enum) for op in (_UNSHARE, _WRITE))
+
+
+@functools.cache
+def _has_kernel(op: str, device_type: str, dtype: int) -> bool:
+    return any(
+        kernel.device_type == device_type
+        and all(dtype in constraint.allowed_values.list.type for constraint in kernel.constraint)
+        for kernel in kernels.get_registered_kernels_for_op(op).kernel
+    )

@@ -1,0 +1,128 @@
+"""Planned assignments write into the buffer that a variable has, and nobody else sees it."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from checkmate_tf.core.plan import compile_plan
+from checkmate_tf.lowering.device import in_use_bytes
+from checkmate_tf.lowering.extract import extract
+from checkmate_tf.lowering.rebuild import call_unoptimized, planned_graph_def, rebuild
+from checkmate_tf.lowering.rehearse import address
+from checkmate_tf.lowering.trace import trace
+
+TYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32", "uint8", "complex64")
+
+
+def planned(step, *batch):
+    """The step as a plan that recomputes nothing runs it, and its graph."""
+    traced = trace(step, *(tf.TensorSpec(x.shape, x.dtype) for x in batch))
+    graph = extract(traced).op_graph
+    plan = compile_plan(graph, range(graph.n))
+    function = rebuild(traced, graph, plan)
+    captured = traced.function.captured_inputs
+    return lambda *feeds: call_unoptimized(function, [*feeds, *captured]), planned_graph_def(traced, graph, plan)[0]
+
+
+def place(variable: tf.Variable) -> int:
+    value = variable.read_value()
+    return address(tf.bitcast(value, tf.uint16) if value.dtype == tf.bfloat16 else value)
+
+
+def doubled(variable):
+    def step(x):
+        variable.assign(x * 2)
+        return tf.reduce_sum(x)
+
+    return step
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 1, 70_000)])
+def test_a_variable_gets_the_value_and_stays_where_it_is(dtype, shape):
+    variable = tf.Variable(tf.ones(shape, dtype))
+    x = tf.cast(tf.reshape(tf.range(np.prod(shape, dtype=int)) % 50, shape), dtype)
+    run, _ = planned(doubled(variable), x)
+    before = place(variable)
+    for _ in range(2):
+        run(x)
+        assert place(variable) == before
+        np.testing.assert_array_equal(variable.numpy(), (x * 2).numpy())
+
+
+@pytest.mark.parametrize("old", [np.nan, np.inf, -np.inf, -0.0, np.finfo(np.float32).max])
+@pytest.mark.parametrize("new", [np.nan, np.inf, -np.inf, -0.0, 1e-45, 3.0])
+def test_nothing_of_the_old_value_is_left(old, new):
+    variable = tf.Variable([old, old])
+
+    def step(x):
+        variable.assign(tf.reverse(x, [0]))
+        return x + 1
+
+    x = tf.constant([new, 1.0])
+    run, _ = planned(step, x)
+    run(x)
+    assert variable.numpy().tobytes() == x.numpy()[::-1].tobytes()
+
+
+def test_who_has_read_a_variable_keeps_what_was_read():
+    variable = tf.Variable(tf.ones((1000,)))
+    x = tf.fill((1000,), 4.0)
+    run, _ = planned(doubled(variable), x)
+    read = variable.read_value()
+    run(x)
+    np.testing.assert_array_equal(read, np.ones(1000))
+    np.testing.assert_array_equal(variable, np.full(1000, 8.0))
+
+
+def test_the_value_is_still_there_for_others():
+    variable = tf.Variable(tf.zeros((4,)))
+
+    def step(x):
+        y = tf.exp(x)
+        variable.assign(y)
+        return y, tf.math.log(y)
+
+    x = tf.constant([1.0, 2.0, 3.0, 4.0])
+    run, _ = planned(step, x)
+    np.testing.assert_array_equal(run(x)[0], tf.exp(x))
+    np.testing.assert_array_equal(variable, tf.exp(x))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        (lambda: tf.Variable(tf.zeros((2,)), shape=tf.TensorShape(None)), tf.ones((3,))),
+        (lambda: tf.Variable(tf.zeros((0, 3))), tf.zeros((0, 3))),
+        (lambda: tf.Variable([True, False]), tf.constant([False, True])),
+    ],
+    ids=["of-any-shape", "empty", "of-truths"],
+)
+def test_what_cannot_be_written_in_place_is_assigned(variable, value):
+    variable = variable()
+
+    def step(x):
+        variable.assign(tf.reverse(value, [0]))
+        return x + 1
+
+    x = tf.ones(())
+    run, graph_def = planned(step, x)
+    run(x)
+    assert "AssignVariableOp" in {node.op for node in graph_def.node}
+    np.testing.assert_array_equal(variable.numpy(), value.numpy()[::-1])
+
+
+def test_constants_that_the_plan_frees_are_not_held_by_the_function():
+    variable = tf.Variable(tf.zeros((1 << 18,)))
+
+    def step(x):
+        variable.assign(tf.tile(tf.constant([1.0]), [1 << 18]) * x)
+        return x + 1
+
+    x = tf.constant(3.0)
+    run, graph_def = planned(step, x)
+    assert "Tile" in {node.op for node in graph_def.node}
+    before = in_use_bytes("CPU:0")
+    run(x)
+    assert in_use_bytes("CPU:0") - before < 1 << 18
+    np.testing.assert_array_equal(variable, np.full(1 << 18, 3.0))
