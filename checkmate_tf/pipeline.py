@@ -35,7 +35,7 @@ from checkmate_tf.reporting import ChoiceRow, ImplementationRow, Report
 _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
 _MORE_ROOM_BYTES = 256 << 20  # where this much is left of a free block, a request gets no more of it than it asked for
 _CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops; up to 9 KB were seen
-_BUILD_BYTES = 32 << 10  # what is made between planning and the first run: constants, the function's own tensors
+_BUILD_BYTES = 32 << 10  # what is made between planning and the first run: the function's own tensors
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,6 @@ class ProfiledStep:
         self.chosen = chosen
         self._plain_peak_bytes: int | None = None
         self._forms = {chosen: self}
-        self.reserve_bytes = _BUILD_BYTES + _CALL_BYTES  # added to every predicted peak
         self.phases_s: dict[str, float] = {}
         with self._phase("trace"):
             self.traced: TracedStep = self._trace(spec, chosen)
@@ -82,6 +81,8 @@ class ProfiledStep:
         if not any(t.startswith("Assign") or t.startswith("ResourceApply") for t in extracted.op_graph.types):
             raise ModelError("the training step updates no variable; there is nothing to plan.")
         self.device = devices.name_of(self.traced.function.variables)
+        self._beside_bytes = _CALL_BYTES + devices.counted_bytes(self.device, self.traced.constants_bytes)
+        self.reserve_bytes = _BUILD_BYTES + self._beside_bytes  # added to every predicted peak
         plain = simulate(extracted.op_graph, compile_plan(extracted.op_graph, range(extracted.op_graph.n)))
         self._room_bytes = int(_ROOM * plain.peak_bytes) + _MORE_ROOM_BYTES
         self.tidy()
@@ -185,6 +186,11 @@ class ProfiledStep:
     def tidy(self) -> None:
         """Moves the variables together, where there is room for that: other steps may have scattered them."""
         gather(self.device, self.traced.function.variables, self.make_room(self._room_bytes))
+
+    def ready_to_run(self) -> None:
+        """From now on peaks are predicted for runs that follow at once."""
+        self.reserve_bytes = self._beside_bytes
+        self.tidy()
 
     def _phase(self, name: str):
         return _Phase(self.phases_s, name, self.settings)
@@ -337,8 +343,7 @@ class PlannedStep:
         """
         if self._confirmed:
             return
-        self._profiled.reserve_bytes = _CALL_BYTES
-        self._profiled.tidy()
+        self._profiled.ready_to_run()
         planner = self._profiled.planner
         planner.forget_peaks()
         confirmed = planner.confirmed(self.candidate, self.budget_bytes)

@@ -10,6 +10,7 @@ import pytest
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.problem import Options, Solution, Status
+from checkmate_tf.core.schedule import SequenceSchedule
 from checkmate_tf.core.simulate import working_set_bytes
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
@@ -377,10 +378,43 @@ def test_a_schedule_that_the_allocator_rounds_less_than_others_is_found():
         return Candidate(None, None, None, None, peak_bytes=allocated, time_s=100.0 - peak)
 
     search = Search(SimpleNamespace(evaluate=evaluate, placed=lambda c, _: c), 18, 60.0, 0, None)
-    search._climb(SimpleNamespace(solver=SimpleNamespace(front=lambda: points)))
+    search._climb(SimpleNamespace(solver=SimpleNamespace(front=lambda: points)), np.inf)
     assert search.best.peak_bytes == 14
     assert len(asked) <= 9
     assert max(asked) <= 18
+
+
+def test_an_allocator_that_takes_long_to_answer_leaves_the_solver_time_to_tighten_its_budget():
+    """A dozen schedules beside the solver's were asked about, all a little beyond the budget, until time was up; one
+    that costs seven times as much was all that was left.
+    """
+    budget, cheapest = 10_000, 100.0
+    beside = [Point(9_900 - k, cost=cheapest + k / 100, nodes=(9_900 - k,)) for k in range(1, 13)]
+    dear = Point(2_000, cost=7 * cheapest, nodes=(2_000,))
+
+    def evaluate(_order, nodes):
+        time.sleep(0.1)
+        return Candidate(None, None, None, None, peak_bytes=round(1.02 * nodes[0]), time_s=cost_of(nodes[0]))
+
+    def cost_of(peak):
+        return dear.cost if peak == dear.peak_bytes else cheapest * 9_900 / peak
+
+    class Strict:
+        """An order whose solver finds the cheapest schedule of every budget at once."""
+
+        kept = ()
+        solver = SimpleNamespace(front=lambda: [*beside, dear])
+
+        def hint(self, _):
+            return None
+
+        def solve(self, inner_bytes, _):
+            found = SequenceSchedule(np.array([inner_bytes]))
+            return Solution(Status.FEASIBLE, found, cost_of(inner_bytes), inner_bytes, None, "", "")
+
+    orders = [Strict()]
+    search = Search(SimpleNamespace(orders=orders, evaluate=evaluate, placed=lambda c, _: c), budget, 1.3, 0, None)
+    assert search.run().time_s < 1.05 * cheapest
 
 
 def test_where_nothing_fits_the_device_the_least_budget_is_what_tensors_take():

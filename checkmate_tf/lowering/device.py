@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import tensorflow as tf
 from tensorflow.python.util import _pywrap_util_port
 
+from checkmate_tf.core.allocator import UNIT_BYTES
 from checkmate_tf.lowering.rehearse import allocator_config
 
 
@@ -50,3 +53,9 @@ def limit_bytes(device: str) -> int | None:
 def uncounted_below_bytes(device: str) -> int:
     """Smaller requests appear in no statistics of the device's allocator."""
     return allocator_config(device=device).uncounted_below_bytes if "CPU" in device.upper() else 0
+
+
+def counted_bytes(device: str, sizes: Iterable[int]) -> int:
+    """What tensors of these sizes count as, each in a chunk of its own."""
+    least = max(1, uncounted_below_bytes(device))
+    return sum(-(-size // UNIT_BYTES) * UNIT_BYTES for size in sizes if size >= least)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Container, Mapping, Sequence
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.core.framework import graph_pb2, node_def_pb2, tensor_pb2
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config_pb2
 from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.training import saver
@@ -57,6 +58,11 @@ class TracedStep:
     def side_effects(self) -> list[str]:
         """Names of the ops that must run although nothing returned depends on them."""
         return [op.name for op in self.function.graph.control_outputs]
+
+    @property
+    def constants_bytes(self) -> list[int]:
+        """Size of each constant, which a function that has run holds."""
+        return [_nbytes(node.attr["value"].tensor) for node in self.graph_def.node if node.op == "Const"]
 
 
 def trace(
@@ -140,6 +146,10 @@ def _simplify(
     shapes = _shapes_not_inferred(graph) | {name: [spec.shape.as_proto()] for name, spec in reads.items()}
     _keep_shapes(simplified, shapes)
     return simplified
+
+
+def _nbytes(tensor: tensor_pb2.TensorProto) -> int:
+    return math.prod(axis.size for axis in tensor.tensor_shape.dim) * tf.as_dtype(tensor.dtype).size
 
 
 def _take_lowering_marks(graph_def: graph_pb2.GraphDef) -> set[str]:

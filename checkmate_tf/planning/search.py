@@ -30,8 +30,11 @@ _ROUNDING = 0.01  # of the budget, which the allocator is expected to add to ten
 _FIRST_SHARE, _FIRST_GAP = 0.3, 0.01  # of a search, for a first look at each order
 _LATER_SHARE, _LAST_GAP = 0.5, 0.003  # of the time left, for each round of adjustment: the first is the longest
 _LEAST_ROUND_S = 0.2
+_ASK_SHARE = 0.15  # of the time left, for asking the allocator about other schedules than the solver's best
 _PATIENCE = 0.5  # of a search, after which it ends if nothing was found within the budget
+_LEAST_ROUNDS = 2  # of tightening, before that
 _NEIGHBOURS, MOST_NEIGHBOURS = 0.04, 12  # other schedules that are tried: how far around the inner budget, how many
+_AFFORDABLE = 2.0  # times the cheapest schedule: dearer ones are asked about only if nothing else is within the budget
 _BEYOND = 4  # schedules that are tried above the largest that was found to be within the budget
 _MOST_ROUNDS = 8  # of tightening or loosening the inner budget
 _MOST_EXCESS = 0.04  # that a round answers to: one schedule may be rounded much more than those around it
@@ -158,37 +161,54 @@ class Search:
             solutions = dict(zip(inner, found, strict=True))
         first = {order: self._try(order, inner[order], solutions[order]) for order in inner}
         for order in inner:
-            self._climb(order)
-        order = min(first, key=lambda order: np.inf if first[order] is None else first[order].time_s)
-        self._adjust(order, inner[order])
+            self._climb(order, _AFFORDABLE)
+        order = min(first, key=lambda order: self._promise(first[order]))
+        self._adjust(order, inner[order], first[order])
+        for order in inner if self.best is None else ():
+            self._climb(order, np.inf)
         return self.best
 
-    def _adjust(self, order: Order, inner_bytes: int) -> None:
-        """Moves the solver's budget until the allocator's peak is just within the step's."""
+    def _promise(self, candidate: Candidate | None) -> float:
+        """Seconds of a plan, more where the allocator takes it beyond the budget."""
+        return np.inf if candidate is None else candidate.time_s * max(1.0, candidate.peak_bytes / self._budget)
+
+    def _adjust(self, order: Order, inner_bytes: int, found: Candidate | None) -> None:
+        """Moves the solver's budget until the allocator's peak is just within the step's.
+
+        Args:
+            order: To search in.
+            inner_bytes: Budget of the first look.
+            found: What that gave.
+        """
         too_much = self._budget + 1  # the least inner budget whose plan went beyond the budget
-        for seed in range(self._seed + 1, self._seed + 1 + _MOST_ROUNDS):
-            limit_s = _LATER_SHARE * self._clock.left_s
-            hopeless = self.best is None and self._clock.elapsed_s > _PATIENCE * self._clock.time_limit_s
-            if limit_s < _LEAST_ROUND_S or hopeless:
-                return
-            best_s = np.inf if self.best is None else self.best.time_s
-            solution = self._solution(order, inner_bytes, limit_s, _LAST_GAP, seed)
-            found = self._try(order, inner_bytes, solution)
+        best_s = np.inf  # before the last round
+        for round_ in range(1, 1 + _MOST_ROUNDS):
+            before = inner_bytes
             if found is None:  # rounding was overestimated, or there is nothing
-                inner_bytes, before = (inner_bytes + min(too_much, self._budget)) // 2, inner_bytes
+                inner_bytes = (inner_bytes + min(too_much, self._budget)) // 2
             elif found.peak_bytes > self._budget:
                 too_much = min(too_much, inner_bytes)
                 excess = min(found.peak_bytes - self._budget, _MOST_EXCESS * self._budget)
-                inner_bytes, before = inner_bytes - int(excess) - self._budget // 500, inner_bytes
+                inner_bytes -= int(excess) + self._budget // 500
             else:
                 slack = self._budget - found.peak_bytes
-                if slack <= _CLOSE * self._budget:
-                    if found.time_s > (1 - _WORTHWHILE) * best_s:
-                        return
-                    continue
-                inner_bytes, before = min(inner_bytes + int(0.7 * slack), (inner_bytes + too_much) // 2), inner_bytes
-            if abs(inner_bytes - before) < self._budget // 1000:
+                if slack > _CLOSE * self._budget:
+                    inner_bytes = min(inner_bytes + int(0.7 * slack), (inner_bytes + too_much) // 2)
+                elif found.time_s > (1 - _WORTHWHILE) * best_s:
+                    return
+                else:
+                    before = 0  # worth another round as it is
+            limit_s = _LATER_SHARE * self._clock.left_s
+            hopeless = self.best is None and self._clock.elapsed_s > _PATIENCE * self._clock.time_limit_s
+            if (
+                abs(inner_bytes - before) < self._budget // 1000
+                or limit_s < _LEAST_ROUND_S
+                or (hopeless and round_ > _LEAST_ROUNDS)
+            ):
                 return
+            best_s = np.inf if self.best is None else self.best.time_s
+            solution = self._solution(order, inner_bytes, limit_s, _LAST_GAP, self._seed + round_)
+            found = self._try(order, inner_bytes, solution)
 
     def _solution(self, order: Order, inner_bytes: int, limit_s: float, gap: float, seed: int) -> Solution:
         options = Options(
@@ -212,29 +232,37 @@ class Search:
             found = self._consider(order, solution.schedule.sequence())
         else:
             _log.debug("no schedule within %d inner bytes: %s", inner_bytes, solution.status)
+        until_s = self._ask_until_s()
         for point in self._close(order, inner_bytes):
-            if self._clock.left_s <= 0 or (self.best is not None and point.cost >= self.best.time_s):
+            if not self._clock.left_until(until_s) or (self.best is not None and point.cost >= self.best.time_s):
                 break
             self._consider(order, point.nodes)
         return found
 
-    def _climb(self, order: Order) -> None:
+    def _climb(self, order: Order, most: float) -> None:
         """Looks for the cheapest of all schedules that the solver has seen that the allocator keeps within the budget.
 
         What it adds to one schedule says little of another, so one with a peak far above the inner budget may be
-        within. The larger a peak the rarer that is: the place where it ends is found by bisection.
+        within. The larger a peak the rarer that is: the place where it ends is found by bisection. Schedules that
+        cost more than `most` times the cheapest are left out.
         """
         points = [point for point in order.solver.front() if point.peak_bytes <= self._budget]
-        fits, too_large = -1, len(points)
-        while too_large - fits > 1 and self._clock.left_s > 0:
+        most_cost = most * min((point.cost for point in points), default=0.0)
+        points = [point for point in points if point.cost <= most_cost]
+        fits, too_large, until_s = -1, len(points), self._ask_until_s()
+        while too_large - fits > 1 and self._clock.left_until(until_s):
             middle = (fits + too_large) // 2
             if self._consider(order, points[middle].nodes).peak_bytes <= self._budget:
                 fits = middle
             else:
                 too_large = middle
         for point in points[too_large + 1 : too_large + 1 + _BEYOND]:
-            if self._clock.left_s > 0:
+            if self._clock.left_until(until_s):
                 self._consider(order, point.nodes)
+
+    def _ask_until_s(self) -> float:
+        """Where the allocator takes long to answer, the solver still gets to tighten its budget."""
+        return self._clock.elapsed_s + _ASK_SHARE * self._clock.left_s
 
     def _close(self, order: Order, inner_bytes: int) -> list[Point]:
         """Schedules that the solver has seen with a peak near its budget, the cheapest first."""
