@@ -247,8 +247,8 @@ class Search:
         cost more than `most` times the cheapest are left out.
         """
         points = [point for point in order.solver.front() if point.peak_bytes <= self._budget]
-        most_cost = most * min((point.cost for point in points), default=0.0)
-        points = [point for point in points if point.cost <= most_cost]
+        least = min((point.cost for point in points), default=0.0)
+        points = [point for point in points if np.isinf(most) or point.cost <= most * least]
         fits, too_large, until_s = -1, len(points), self._ask_until_s()
         while too_large - fits > 1 and self._clock.left_until(until_s):
             middle = (fits + too_large) // 2
