@@ -30,11 +30,12 @@ _ROUNDING = 0.01  # of the budget, which the allocator is expected to add to ten
 _FIRST_SHARE, _FIRST_GAP = 0.3, 0.01  # of a search, for a first look at each order
 _LATER_SHARE, _LAST_GAP = 0.5, 0.003  # of the time left, for each round of adjustment: the first is the longest
 _LEAST_ROUND_S = 0.2
+_ANSWERS = 1.5  # of the allocator, for which a round leaves time
 _ASK_SHARE = 0.15  # of the time left, for asking the allocator about other schedules than the solver's best
 _PATIENCE = 0.5  # of a search, after which it ends if nothing was found within the budget
 _LEAST_ROUNDS = 2  # of tightening, before that
 _NEIGHBOURS, MOST_NEIGHBOURS = 0.04, 12  # other schedules that are tried: how far around the inner budget, how many
-_AFFORDABLE = 2.0  # times the cheapest schedule: dearer ones are asked about only if nothing else is within the budget
+_AFFORDABLE = 2.0  # times the fastest plan seen: dearer ones are asked about only if nothing else is within the budget
 _BEYOND = 4  # schedules that are tried above the largest that was found to be within the budget
 _MOST_ROUNDS = 8  # of tightening or loosening the inner budget
 _MOST_EXCESS = 0.04  # that a round answers to: one schedule may be rounded much more than those around it
@@ -148,6 +149,8 @@ class Search:
         self._on_progress = on_progress
         self.best: Candidate | None = None
         self.history: list[tuple[float, float]] = []
+        self._least_s = np.inf  # of a plan, whatever its peak
+        self._ask_s = 0.0  # the longest that one answer of the allocator took
 
     def run(self) -> Candidate | None:
         """Tries each order quickly, then gives the rest of the time to the better one."""
@@ -161,7 +164,7 @@ class Search:
             solutions = dict(zip(inner, found, strict=True))
         first = {order: self._try(order, inner[order], solutions[order]) for order in inner}
         for order in inner:
-            self._climb(order, _AFFORDABLE)
+            self._climb(order, _AFFORDABLE * self._least_s)
         order = min(first, key=lambda order: self._promise(first[order]))
         self._adjust(order, inner[order], first[order])
         for order in inner if self.best is None else ():
@@ -199,6 +202,8 @@ class Search:
                 else:
                     before = 0  # worth another round as it is
             limit_s = _LATER_SHARE * self._clock.left_s
+            if self.best is None or self.best.time_s > _AFFORDABLE * self._least_s:  # this may be the last round
+                limit_s = max(limit_s, self._clock.left_s - _ANSWERS * self._ask_s)
             hopeless = self.best is None and self._clock.elapsed_s > _PATIENCE * self._clock.time_limit_s
             if (
                 abs(inner_bytes - before) < self._budget // 1000
@@ -233,22 +238,20 @@ class Search:
         else:
             _log.debug("no schedule within %d inner bytes: %s", inner_bytes, solution.status)
         until_s = self._ask_until_s()
-        for point in self._close(order, inner_bytes):
+        for point in self._close(order, inner_bytes, _AFFORDABLE * self._least_s):
             if not self._clock.left_until(until_s) or (self.best is not None and point.cost >= self.best.time_s):
                 break
             self._consider(order, point.nodes)
         return found
 
-    def _climb(self, order: Order, most: float) -> None:
+    def _climb(self, order: Order, most_s: float) -> None:
         """Looks for the cheapest of all schedules that the solver has seen that the allocator keeps within the budget.
 
         What it adds to one schedule says little of another, so one with a peak far above the inner budget may be
         within. The larger a peak the rarer that is: the place where it ends is found by bisection. Schedules that
-        cost more than `most` times the cheapest are left out.
+        take more than `most_s` seconds are left out.
         """
-        points = [point for point in order.solver.front() if point.peak_bytes <= self._budget]
-        least = min((point.cost for point in points), default=0.0)
-        points = [point for point in points if np.isinf(most) or point.cost <= most * least]
+        points = [p for p in order.solver.front() if p.peak_bytes <= self._budget and p.cost <= most_s]
         fits, too_large, until_s = -1, len(points), self._ask_until_s()
         while too_large - fits > 1 and self._clock.left_until(until_s):
             middle = (fits + too_large) // 2
@@ -264,14 +267,17 @@ class Search:
         """Where the allocator takes long to answer, the solver still gets to tighten its budget."""
         return self._clock.elapsed_s + _ASK_SHARE * self._clock.left_s
 
-    def _close(self, order: Order, inner_bytes: int) -> list[Point]:
-        """Schedules that the solver has seen with a peak near its budget, the cheapest first."""
+    def _close(self, order: Order, inner_bytes: int, most_s: float) -> list[Point]:
+        """Schedules that the solver has seen with a peak near its budget, of at most `most_s`, the cheapest first."""
         least, most = inner_bytes * (1 - _NEIGHBOURS), min(inner_bytes * (1 + _NEIGHBOURS), self._budget)
-        close = [point for point in order.solver.front() if least <= point.peak_bytes <= most]
+        close = [p for p in order.solver.front() if least <= p.peak_bytes <= most and p.cost <= most_s]
         return sorted(close, key=lambda point: point.cost)[:MOST_NEIGHBOURS]
 
     def _consider(self, order: Order, nodes: Sequence[int]) -> Candidate:
+        began_s = self._clock.elapsed_s
         candidate = self._planner.placed(self._planner.evaluate(order, nodes), self._budget)
+        self._ask_s = max(self._ask_s, self._clock.elapsed_s - began_s)
+        self._least_s = min(self._least_s, candidate.time_s)
         if candidate.peak_bytes <= self._budget and (self.best is None or candidate.time_s < self.best.time_s):
             self.best = candidate
             self.history.append((self._clock.elapsed_s, candidate.time_s))

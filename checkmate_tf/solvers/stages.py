@@ -67,7 +67,8 @@ _SMALL = 80  # unless the graph has at most so many nodes
 _CUT_GAIN = 5e-3  # least relative gain of a bound for which cuts are taken
 _INSTANT_SHARE = 0.1  # of the time left, for the first bound
 _CUT_SHARE = 0.2  # and for schedules from cuts,
-_EVICT_SHARE = 0.1  # for those by eviction
+_EVICT_SHARE = 0.1  # for those by eviction,
+_FAR, _FAR_SHARE = 1.0, 0.3  # but for the first one this much where the gap is still this large
 _SMALL_SHARE = 0.3  # of the time limit, for small ones by eviction
 _RELAX_SHARE = 0.4  # of the time left, for one relaxation
 _SEARCH_SHARE = 0.8  # of the time limit, unless rounds stop paying before; then one worker raises the bound
@@ -212,9 +213,10 @@ class StagesSolver(Solver):
         """Offers schedules by eviction."""
         clock = recorder.clock
         until_s = clock.elapsed_s + _EVICT_SHARE * clock.left_s
-        for schedule in evicting_schedules(self.evaluator, budget_bytes, clock, until_s):
+        patient_s = clock.elapsed_s + (_FAR_SHARE if recorder.gap() > _FAR else _EVICT_SHARE) * clock.left_s
+        for schedule in evicting_schedules(self.evaluator, budget_bytes, clock, patient_s):
             recorder.offer(schedule)
-            if recorder.gap() <= options.gap:
+            if recorder.gap() <= options.gap or not clock.left_until(until_s):
                 return
 
     def _ladder(self) -> Iterator[Restrictions]:
