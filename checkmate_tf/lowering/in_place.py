@@ -19,7 +19,11 @@ from tensorflow.python.framework import kernels
 
 _ONE_ROW = "in_place/one_row"
 _INT32 = attr_value_pb2.AttrValue(type=tf.int32.as_datatype_enum)
-_UNSHARE, _WRITE = "AssignSubVariableOp", "_ParallelConcatUpdate"
+_EMPTY = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue())
+_UNSHARE, _UNCOPY, _WRITE = "AssignSubVariableOp", "DisableCopyOnRead", "_ParallelConcatUpdate"
+# What depends on constants alone, TensorFlow's runtime computes when it makes a function, up to 10 MiB an op, and holds
+# from then on. It leaves alone what shares memory with others, as this attribute says; an empty one says nothing else.
+NOT_FOLDED = "_scoped_allocator"
 
 
 def writable(function: tf.types.experimental.ConcreteFunction) -> set[str]:
@@ -48,7 +52,8 @@ def in_place(assign: node_def_pb2.NodeDef) -> list[node_def_pb2.NodeDef]:
 
     The first of them waits for what the assignment waits for; the last has its name. The first is there for what it
     does before it subtracts: if anyone else reads the variable's buffer, it moves the variable to one of its own. The
-    last writes into its input, whoever reads that.
+    second has the third read that buffer and not a copy, as it would once anything has looked rows of the variable up.
+    The last writes into its input, whoever reads that.
     """
     graph_def = graph_pb2.GraphDef()
 
@@ -56,21 +61,25 @@ def in_place(assign: node_def_pb2.NodeDef) -> list[node_def_pb2.NodeDef]:
         node = graph_def.node.add(name=name, op=op, input=inputs, device=assign.device)
         for key, value in attributes.items():
             node.attr[key].CopyFrom(value)
+        if op != _UNSHARE:  # which is where the variable is
+            node.attr["_class"].list.s.append(f"loc:@{unshared}".encode())
         return name
 
     handle, value, *controls = assign.input
     name, dtype = assign.name, assign.attr["dtype"]
-    unshared = add(f"{name}/unshared", _UNSHARE, handle, value, *controls, dtype=dtype)
-    read = add(f"{name}/buffer", "ReadVariableOp", handle, f"^{unshared}", dtype=dtype)
+    unshared = f"{name}/unshared"
+    add(unshared, _UNSHARE, handle, value, *controls, dtype=dtype)
+    uncopied = add(f"{name}/uncopied", _UNCOPY, handle, f"^{unshared}")
+    read = add(f"{name}/buffer", "ReadVariableOp", handle, f"^{uncopied}", dtype=dtype)
     target = add(f"{name}/target", "Reshape", read, _ONE_ROW, T=dtype, Tshape=_INT32)
-    source = add(f"{name}/source", "Reshape", value, _ONE_ROW, T=dtype, Tshape=_INT32)
+    source = add(f"{name}/source", "Reshape", value, _ONE_ROW, T=dtype, Tshape=_INT32, **{NOT_FOLDED: _EMPTY})
     add(name, _WRITE, target, source, T=dtype, loc=attr_value_pb2.AttrValue(i=0))
     return list(graph_def.node)
 
 
 def _has_kernels(variable: tf.Variable) -> bool:
     device_type = tf.DeviceSpec.from_string(variable.device).device_type or "CPU"
-    return all(_has_kernel(op, device_type, variable.dtype.as_datatype_enum) for op in (_UNSHARE, _WRITE))
+    return all(_has_kernel(op, device_type, variable.dtype.as_datatype_enum) for op in (_UNSHARE, _UNCOPY, _WRITE))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from tensorflow.python.eager import wrap_function
 
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.plan import Plan
-from checkmate_tf.lowering.in_place import in_place, one_row, writable
+from checkmate_tf.lowering.in_place import NOT_FOLDED, in_place, one_row, writable
 from checkmate_tf.lowering.trace import TracedStep
 
 # (producer, consumer) types that oneDNN's layout pass merges into one op. Such a pair stays
@@ -27,9 +27,6 @@ _MERGEABLE = frozenset(
         ("Pad", "_FusedConv2D"),
     }
 )
-# What depends on constants alone, TensorFlow's runtime computes when it makes a function, up to 10 MiB an op, and holds
-# from then on. It leaves alone what shares memory with others, as this attribute says; an empty one says nothing else.
-_NOT_FOLDED = "_scoped_allocator"
 _UNORDERED = frozenset({"Const", "Placeholder", "ReadVariableOp", "NoOp"})
 
 _config = config_pb2.ConfigProto()
@@ -128,7 +125,7 @@ def planned_graph_def(traced: TracedStep, graph: OpGraph, plan: Plan) -> tuple[g
         node.input.extend(sorted("^" + name for name in controls))
         constant.append(node.op == "Const" or (bool(sources) and all(constant[source] for source in sources)))
         if constant[-1] and node.op != "Const":
-            node.attr[_NOT_FOLDED].list.SetInParent()
+            node.attr[NOT_FOLDED].list.SetInParent()
         stays = node.op == "AssignVariableOp" and node.input[0].partition(":")[0] in variables
         built.node.extend(in_place(node) if stays else [node])
         names.append(node.name)

@@ -75,6 +75,36 @@ def test_who_has_read_a_variable_keeps_what_was_read():
     np.testing.assert_array_equal(variable, np.full(1000, 8.0))
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["in-the-step", "before-it"])
+@pytest.mark.parametrize(
+    "use",
+    [lambda v: tf.gather(v, [1]), lambda v: v.scatter_sub(tf.IndexedSlices(tf.ones((1, 2)), [1]))],
+    ids=["looked-up", "scattered"],
+)
+def test_a_variable_whose_rows_were_used_gets_the_value_too(use, inside):
+    """From then on each read of it is a copy, into which the value went instead."""
+    found, expected = (tf.Variable(tf.ones((3, 2))) for _ in range(2))
+
+    def training(variable):
+        def step(x):
+            if inside:
+                use(variable)
+            variable.assign(variable * 2 + x)
+            return tf.reduce_sum(x)
+
+        return step
+
+    x = tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    run, plain = planned(training(found), x)[0], tf.function(training(expected))
+    if not inside:
+        use(found)
+        use(expected)
+    for _ in range(2):
+        run(x)
+        plain(x)
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_the_value_is_still_there_for_others():
     variable = tf.Variable(tf.zeros((4,)))
 
@@ -110,6 +140,22 @@ def test_what_cannot_be_written_in_place_is_assigned(variable, value):
     run(x)
     assert "AssignVariableOp" in {node.op for node in graph_def.node}
     np.testing.assert_array_equal(variable.numpy(), value.numpy()[::-1])
+
+
+def test_a_constant_that_is_assigned_is_held_once():
+    variable = tf.Variable(tf.zeros((1 << 18,)))
+    value = np.arange(1 << 18, dtype=np.float32)
+
+    def step(x):
+        variable.assign(tf.constant(value))
+        return x + 1
+
+    x = tf.constant(3.0)
+    run, _ = planned(step, x)
+    before = in_use_bytes("CPU:0")
+    run(x)
+    assert in_use_bytes("CPU:0") - before <= value.nbytes
+    np.testing.assert_array_equal(variable, value)
 
 
 def test_constants_that_the_plan_frees_are_not_held_by_the_function():
