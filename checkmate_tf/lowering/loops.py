@@ -133,32 +133,25 @@ class _Runs:
         """
         operation = _operation(self._step, op)
         node = self._nodes[operation.name]
-        graph = self._step.op_graph
-        lasting = [bool(graph.persistent[graph.storage[t]]) for t in graph.inputs[op]]
-        arguments = {k: self._argument(t) for k, t in enumerate(operation.inputs) if lasting[k]}
-        before = devices.in_use_bytes(self._device)
-        arguments |= {k: self._argument(t) for k, t in enumerate(operation.inputs) if not lasting[k]}
-        if any(value is None for value in arguments.values()) or not self._is_safe(node, operation):
+        arguments = [self._argument(t) for t in operation.inputs]
+        if any(value is None for value in arguments) or not self._is_safe(node, operation):
             return None
-        known = {k: value for k, value in arguments.items() if isinstance(value, np.ndarray)}
+        known = {k: v for k, v in enumerate(arguments) if isinstance(v, np.ndarray)}
         function = single_op(node, operation, known, library=self._library)
-        fed = [arguments[k] for k in range(len(lasting)) if k not in known]
-        with_inputs = devices.in_use_bytes(self._device)
+        fed = [value for k, value in enumerate(arguments) if k not in known]
+        before = devices.in_use_bytes(self._device)
         devices.reset_peak(self._device)
         start = time.perf_counter()
         results = call_unoptimized(function, fed)
         time_s = time.perf_counter() - start
-        peak = devices.peak_bytes(self._device) - with_inputs
-        del fed
-        arguments = {k: value for k, value in arguments.items() if lasting[k]}
-        left = devices.in_use_bytes(self._device) - before  # with inputs that are held for the gradient
+        left, peak = devices.in_use_bytes(self._device) - before, devices.peak_bytes(self._device) - before
         uncounted = devices.uncounted_below_bytes(self._device)
         sizes = [nbytes(t) for t in operation.outputs if _is_sized(t) and t.dtype not in (tf.resource, tf.string)]
         sized = sum(size for size in sizes if size >= uncounted)
         for tensor, value in zip(operation.outputs, results, strict=True):
             if tensor.name in self._wanted:
                 self._made[tensor.name] = value
-        return Held(time_s, max(0, left - sized), max(0, peak - max(left, sized)))  # inputs that stay count twice
+        return Held(time_s, max(0, left - sized), max(0, peak - max(left, sized)))
 
     def _argument(self, tensor: tf.Tensor) -> tf.Tensor | np.ndarray | None:
         """What to feed: what was made, a known value, or a stand-in; None where none of these will do."""

@@ -59,32 +59,6 @@ def test_the_prediction_is_above_what_the_step_takes():
     assert TURNS * BYTES <= measured <= predicted
 
 
-weights = tf.Variable(tf.ones((256, 256)))
-
-
-def branching(x):
-    """Both branches read a value, in another form that is kept for the gradient, and a weight."""
-    y = tf.exp(x)
-    with tf.GradientTape() as tape:
-        tape.watch(y)
-        product = lambda: tf.reshape(y, (512, 256)) @ weights  # noqa: E731
-        z = tf.cond(tf.reduce_mean(x) > 0, product, lambda: 1 + product())
-        loss = tf.reduce_sum(tf.square(z))
-    return tape.gradient(loss, [y, weights])
-
-
-def test_what_a_branch_has_read_and_its_gradient_will_read_is_held_from_the_one_to_the_other():
-    """It stays in memory, although no op of the step's own graph reads it again."""
-    step = extracted(branching)
-    result = profile(step, DEVICE)
-    graph = result.op_graph
-    forward, backward = (k for k, kind in enumerate(graph.types) if kind in ("If", "StatelessIf"))
-    held = simulate(graph, compile_plan(graph, range(graph.n)), result.costs.workspace_bytes).held_bytes
-    made = int(graph.op_out_bytes[forward])
-    assert 2 * BYTES <= made < 2.2 * BYTES, "what comes out, and what went in; the weights stay in any case"
-    assert np.all(held[forward + 1 : backward] >= made - BYTES)
-
-
 def endless(x):
     """Ends only where the values of its input let it."""
     return gradient_through(lambda _, y: tf.reduce_max(y) > 0.1, lambda k, y: (k + 1, y), x)
