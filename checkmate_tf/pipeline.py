@@ -93,6 +93,9 @@ class ProfiledStep:
                 cache_dir=settings.cache_dir,
                 on_progress=lambda done, todo: settings.progress("profile", done / max(todo, 1)),
             )
+        for_loops = devices.counted_bytes(self.device, [self.profile.rounding_bytes])
+        self._beside_bytes += for_loops
+        self.reserve_bytes += for_loops
         self.notes = _notes(self.profile.unsized)
         gc.collect()
         self.base_bytes = devices.in_use_bytes(self.device)

@@ -4,11 +4,10 @@
     python experiments/within_budget.py --cases MobileNet --budgets 0.5 --out /tmp/out.json
     python experiments/within_budget.py --implementations fused        # results/within_budget_fused.json
 
-Each case runs in a process of its own, in which blocks of planned and of plain steps alternate, each with
-some steps to warm up; the ratio of their times is the median over the rounds, as a shared machine is not always as
-fast. Peaks are the allocator's own, everything on the device included. Budgets are fractions of the plain step's
-measured peak, or "min": the smallest budget that `checkmate_tf.minimum_budget` names, or "all": twice the plain peak,
-with which nothing is recomputed.
+Each case runs in a process of its own. Peaks are those of the first planned steps, the allocator's own, everything on
+the device included. Then planned and plain steps alternate, one by one, as a shared machine is not always as fast; the
+ratio is that of their median times. Budgets are fractions of the plain step's measured peak, or "min": the smallest
+budget that `checkmate_tf.minimum_budget` names, or "all": twice the plain peak, with which nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import itertools
 import json
 import pathlib
 import statistics
@@ -26,8 +24,8 @@ import time
 
 from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 
-LEAST_ROUNDS, MOST_ROUNDS, MEASURED_S = 2, 6, 60.0  # of a planned and a plain block, until so many seconds are measured
-WARM_UP = 3  # steps of a block that are not measured
+WARM_UP = 3  # steps whose time is not measured
+MEASURED_S, MOST_PAIRS = 60.0, 20  # of planned and plain steps in turn: until both are reached, or the second
 RESERVED = "9GiB"  # of address space, for plain and planned steps alike
 BUDGETS = {
     "VGG16": ["0.8", "0.7", "0.6", "0.5", "min"],
@@ -43,7 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(BUDGETS), choices=list(BUDGETS))
     parser.add_argument("--budgets", nargs="+", help='fractions of the plain peak, or "min" (default: per case)')
-    parser.add_argument("--steps", type=int, default=5, help="measured steps in a block (default 5)")
+    parser.add_argument("--steps", type=int, default=5, help="least measured steps of each kind (default 5)")
     parser.add_argument("--time-limit", type=float, default=40.0, help="seconds of search per budget")
     parser.add_argument("--implementations", default="exact", choices=["exact", "fused"])
     parser.add_argument("--out", type=pathlib.Path, help="default: results/within_budget[_fused].json")
@@ -59,10 +57,10 @@ def main() -> int:
         "implementations": args.implementations,
         "jit_compile": False,
         "time_limit_s": args.time_limit,
-        "rounds": [LEAST_ROUNDS, MOST_ROUNDS],
+        "least_steps": args.steps,
+        "most_steps": MOST_PAIRS,
         "measured_s": MEASURED_S,
         "warm_up_steps": WARM_UP,
-        "steps_in_a_block": args.steps,
     }
     result = ResultFile(args.out, settings, ("case", "budget"), KERAS_PACKAGES)
     for case in args.cases:
@@ -124,7 +122,7 @@ class Stepper:
     """Runs training steps on one batch and measures each.
 
     Attributes:
-        peaks: Bytes, of each step.
+        peaks: Bytes, of each step of `run`.
         seconds: Of each step that was not for warming up.
     """
 
@@ -134,70 +132,74 @@ class Stepper:
         self.peaks: list[int] = []
         self.seconds: list[float] = []
 
+    def step(self) -> float:
+        """Runs one step; returns the seconds that it took."""
+        start = time.perf_counter()
+        logs = self._train_function(iter([self._batch]))
+        float(logs["loss"])
+        return time.perf_counter() - start
+
     def run(self, steps: int) -> None:
         """Runs some steps to warm up and measures the next ones."""
         import tensorflow as tf
 
         for step in range(WARM_UP + steps):
             tf.config.experimental.reset_memory_stats("CPU:0")
-            start = time.perf_counter()
-            logs = self._train_function(iter([self._batch]))
-            float(logs["loss"])
+            seconds = self.step()
             if step >= WARM_UP:
-                self.seconds.append(time.perf_counter() - start)
+                self.seconds.append(seconds)
             self.peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
 
 
 def measure(model, batch, plain: Stepper, budget_bytes: int, options: dict, steps: int) -> dict:
-    """Blocks of planned and of plain steps in turn, each planned one after compiling as a user would.
+    """Planned steps after compiling as a user would, for their peaks, then planned and plain ones in turn.
 
     (Plain steps scatter the variables over the allocator's memory; compiling moves them together.)
     """
     import checkmate_tf
 
-    plain_s, planned_s, first_peaks, peaks, compile_s = [], [], [], [], []
-    while len(plain_s) < LEAST_ROUNDS or (
-        len(plain_s) < MOST_ROUNDS and sum(map(sum, plain_s + planned_s)) < MEASURED_S
-    ):
-        start = time.perf_counter()
-        checkmate_tf.compile(model, budget_bytes, **options)
-        compile_s.append(time.perf_counter() - start)
-        model.make_train_function()
-        planned = Stepper(model.train_function, batch)
-        planned.run(steps)
-        report = checkmate_tf.report(model)
-        planned_s.append(planned.seconds)
-        first_peaks.append(planned.peaks[0])
-        peaks.append((max(planned.peaks[1:]), report.predicted_peak_bytes))
-        checkmate_tf.restore(model)
-        plain.seconds = []
-        plain.run(steps)
-        plain_s.append(plain.seconds)
-    measured_peak, predicted_peak = max(peaks)
+    start = time.perf_counter()
+    checkmate_tf.compile(model, budget_bytes, **options)
+    compile_s = time.perf_counter() - start
+    model.make_train_function()
+    planned = Stepper(model.train_function, batch)
+    planned.run(WARM_UP)
+    report = checkmate_tf.report(model)
+    plain_s, planned_s = alternate(plain, planned, steps)
+    checkmate_tf.restore(model)
+    measured_peak, plain_step_s, planned_step_s = max(planned.peaks[1:]), *map(statistics.median, (plain_s, planned_s))
     return {
-        "predicted_peak_bytes": predicted_peak,
-        "first_step_peak_bytes": max(first_peaks),
+        "predicted_peak_bytes": report.predicted_peak_bytes,
+        "first_step_peak_bytes": planned.peaks[0],
         "measured_peak_bytes": measured_peak,
         "within_budget": measured_peak <= budget_bytes,
-        "rounds": len(plain_s),
-        "plain_step_s": statistics.median(itertools.chain(*plain_s)),
-        "measured_step_s": statistics.median(itertools.chain(*planned_s)),
-        "time_ratio": statistics.median(map(_ratio, planned_s, plain_s)),
+        "measured_steps": len(planned_s),
+        "plain_step_s": plain_step_s,
+        "measured_step_s": planned_step_s,
+        "time_ratio": planned_step_s / plain_step_s,
         "predicted_overhead": report.predicted_overhead,
         "gap": report.gap,
         "status": report.status,
         "recomputed_ops": sum(report.recomputed.values()),
         "rules": dict(collections.Counter(row.rule for row in report.implementations)),
         "phases_s": {phase: round(seconds, 2) for phase, seconds in report.phases_s.items()},
-        "compile_s": round(compile_s[0], 2),
-        "compile_again_s": round(compile_s[-1], 2),
+        "compile_s": round(compile_s, 2),
         "notes": list(report.notes),
     }
 
 
-def _ratio(planned_s: list[float], plain_s: list[float]) -> float:
-    """Of one round, in which the machine was as fast for both."""
-    return statistics.median(planned_s) / statistics.median(plain_s)
+def alternate(plain: Stepper, planned: Stepper, steps: int) -> tuple[list[float], list[float]]:
+    """Seconds of plain and of planned steps in turn.
+
+    Memory is not looked at: a plan keeps its budget from where compiling has left the variables.
+    """
+    plain_s, planned_s = [], []
+    for stepper in (plain, planned):
+        stepper.step()  # to warm up
+    while len(plain_s) < steps or (len(plain_s) < MOST_PAIRS and sum(plain_s) + sum(planned_s) < MEASURED_S):
+        plain_s.append(plain.step())
+        planned_s.append(planned.step())
+    return plain_s, planned_s
 
 
 if __name__ == "__main__":

@@ -47,6 +47,8 @@ class Profile:
         measured: How many of them were measured now; the others came from the cache.
         unmeasured: Names of ops that could not be run on their own; their time is estimated.
         unsized: Names of ops with an output whose size is not known.
+        rounding_bytes: By how much a tensor beside what a loop holds may be rounded: a loop's many small blocks leave
+            other holes than the one block that stands for them in a rehearsal.
     """
 
     op_graph: OpGraph
@@ -55,6 +57,7 @@ class Profile:
     measured: int
     unmeasured: tuple[str, ...]
     unsized: tuple[str, ...]
+    rounding_bytes: int
 
 
 def profile(
@@ -110,6 +113,7 @@ def profile(
         len(to_measure) - len(failed),
         tuple(graph.names[op] for op in unmeasured),
         tuple(name for name in step.unsized if name not in sized),
+        int(graph.owned_bytes.max(initial=0)) if loops else 0,
     )
 
 
