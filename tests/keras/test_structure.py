@@ -24,7 +24,10 @@ def planned(options):
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     model = compiled(sequential(depth=2), "adam")
-    checkmate_tf.compile(model, 0.7, **options)
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    model.train_on_batch(*images(BATCH))
+    memory = tf.config.experimental.get_memory_info("CPU:0")  # what earlier tests have left is in use, too
+    checkmate_tf.compile(model, memory["current"] + round(0.6 * (memory["peak"] - memory["current"])), **options)
     model.train_on_batch(*images(BATCH))
     return model
 
