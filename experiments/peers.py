@@ -4,9 +4,9 @@
     python experiments/peers.py --cases Transformer --peers "recompute_grad block" --out /tmp/peers.json
 
 Peers are `tf.recompute_grad`, placed by hand around each block or each stage of a model, and `keras.RematScope` in
-its modes that need no names of layers. Each case and peer runs in a process of its own: blocks of plain, of the
-peer's and of planned steps alternate, and the budget of the plan is the peer's own measured peak. The first step of a
-block is not measured. Peaks are the allocator's, less the variables of models that are there only to compare with.
+its modes that need no names of layers. Each case and peer runs in a process of its own. The budget of the plan is the
+peer's own measured peak; plain, the peer's and planned steps are timed in turn, one by one. Peaks are the allocator's,
+less the variables of models that are there only to compare with.
 
 Before that, one step of each is taken from the same state on the same batch. "gradient_error" is the relative
 distance (L2) of its gradients from plain Keras's: near zero, or the gradients are wrong, as where dropout draws a new
@@ -30,12 +30,12 @@ import numpy as np
 import tensorflow as tf
 from models import CASES, Case
 from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
-from within_budget import RESERVED, Stepper
+from within_budget import RESERVED, Stepper, alternate
 
 import checkmate_tf
 
+_PEAKS = 3  # steps of each kind, for their peaks: the first of plain Keras and of the peer may make what stays
 _STYLED = re.compile("\x1b\\[[0-9]*m")
-ROUNDS = 2  # blocks of each kind of step
 CUTS = {
     "MobileNet": {
         "block": [f"conv_pw_{k}_relu" for k in range(1, 14)],
@@ -75,7 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CUTS), choices=list(CUTS))
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
-    parser.add_argument("--steps", type=int, default=5, help="measured steps in a block (default 5)")
+    parser.add_argument("--steps", type=int, default=5, help="least measured steps of each kind (default 5)")
     parser.add_argument("--time-limit", type=float, default=40.0, help="seconds of search for a plan")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "peers.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -85,7 +85,7 @@ def main() -> int:
         row = compare(CASES[case], peer_of(case, peer), steps=args.steps, time_limit_s=args.time_limit)
         send_rows([{"case": case, "peer": peer, **row}])
         return 0
-    settings = {"steps_in_a_block": args.steps, "time_limit_s": args.time_limit, "jit_compile": False}
+    settings = {"least_steps": args.steps, "time_limit_s": args.time_limit, "jit_compile": False}
     result = ResultFile(args.out, settings, ("case", "peer"), KERAS_PACKAGES)
     for case in args.cases:
         for peer in args.peers:
@@ -154,9 +154,9 @@ def compare(case: Case, make_peer: Callable[[keras.Model], keras.Model], *, step
         peer_after = one_step(peer, model if shares(other, model) else other, start)
     except (TypeError, ValueError, tf.errors.OpError) as error:
         return {"error": f"{type(error).__name__}: {' '.join(_STYLED.sub('', str(error)).split())[:160]}"}
-    peer.run(1 + steps)
+    peaks = {"peer": max(peer.peaks(_PEAKS)[1:])}
     own_bytes, other_bytes = (0, 0) if shares(other, model) else (nbytes(state(other)), nbytes(state(model)))
-    budget_bytes = max(peer.peaks[-steps:]) - other_bytes
+    budget_bytes = peaks["peer"] - other_bytes
     row = {"budget_bytes": budget_bytes}
     steppers, after = {"plain": plain, "peer": peer}, {"peer": peer_after}
     held_bytes = {"plain": own_bytes, "peer": other_bytes, "planned": own_bytes}
@@ -174,13 +174,13 @@ def compare(case: Case, make_peer: Callable[[keras.Model], keras.Model], *, step
     else:
         row["compile_s"] = round(time.perf_counter() - began, 2)
         steppers["planned"] = Stepper(train_function(model), (x, y))
+        peaks["planned"] = max(steppers["planned"].peaks(_PEAKS))
+    peaks["plain"] = max(plain.peaks(_PEAKS)[1:])
+    if "planned" in steppers:  # not before: where `one_step` leaves the variables, a plan may be made again
         after["planned"] = one_step(steppers["planned"], model, start)
-    for _ in range(ROUNDS):
-        for stepper in steppers.values():
-            stepper.run(1 + steps)
-    for name, stepper in steppers.items():
-        row[f"{name}_peak_bytes"] = max(measured(stepper.peaks, steps)) - held_bytes[name]
-        row[f"{name}_step_s"] = statistics.median(measured(stepper.seconds, steps))
+    for name, seconds in zip(steppers, alternate(list(steppers.values()), steps), strict=True):
+        row[f"{name}_peak_bytes"] = peaks[name] - held_bytes[name]
+        row[f"{name}_step_s"] = statistics.median(seconds)
         row[f"{name}_time_ratio"] = row[f"{name}_step_s"] / row["plain_step_s"]
     for name, values in after.items():
         row[f"{name}_gradient_error"] = distance(values, plain_after, start, gradients_of(model))
@@ -209,11 +209,11 @@ def shares(peer: keras.Model, model: keras.Model) -> bool:
 
 def one_step(stepper: Stepper, model: keras.Model, start: list[np.ndarray]) -> list[np.ndarray]:
     """The state after one step from `start`."""
-    stepper.run(1)  # makes what is made once, such as metrics
+    stepper.step()  # makes what is made once, such as metrics
     variables = state(model)
     for variable, value in zip(variables, start, strict=True):
         variable.assign(value)
-    stepper.run(1)
+    stepper.step()
     return [variable.numpy() for variable in variables]
 
 
@@ -241,12 +241,6 @@ def distance(after: list, reference: list, start: list, which: list[int]) -> flo
 def nbytes(variables: list) -> int:
     """Bytes of all of them."""
     return sum(variable.numpy().nbytes for variable in variables)
-
-
-def measured(values: list, steps: int) -> list:
-    """Those of the rounds, without the first of each block."""
-    last = values[-ROUNDS * (1 + steps) :]
-    return [value for k, value in enumerate(last) if k % (1 + steps)]
 
 
 if __name__ == "__main__":

@@ -21,11 +21,12 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
 from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 
-WARM_UP = 3  # steps whose time is not measured
-MEASURED_S, MOST_PAIRS = 60.0, 20  # of planned and plain steps in turn: until both are reached, or the second
+PEAKS = 6  # steps after compiling, for their peaks
+MEASURED_S, MOST_ROUNDS = 60.0, 20  # rounds of one step of each kind are measured until either is reached
 RESERVED = "9GiB"  # of address space, for plain and planned steps alike
 BUDGETS = {
     "VGG16": ["0.8", "0.7", "0.6", "0.5", "min"],
@@ -58,9 +59,9 @@ def main() -> int:
         "jit_compile": False,
         "time_limit_s": args.time_limit,
         "least_steps": args.steps,
-        "most_steps": MOST_PAIRS,
+        "most_steps": MOST_ROUNDS,
         "measured_s": MEASURED_S,
-        "warm_up_steps": WARM_UP,
+        "steps_for_peaks": PEAKS,
     }
     result = ResultFile(args.out, settings, ("case", "budget"), KERAS_PACKAGES)
     for case in args.cases:
@@ -97,8 +98,7 @@ def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float, imp
         checkmate_tf.restore(model)
         model.make_train_function()
         plain = Stepper(model.train_function, (x, y))
-        plain.run(steps)
-        plain_peak = max(plain.peaks[1:])
+        plain_peak = max(plain.peaks()[1:])
         for budget in budgets:
             if budget == "min":
                 budget_bytes = checkmate_tf.minimum_budget(
@@ -119,18 +119,11 @@ def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float, imp
 
 
 class Stepper:
-    """Runs training steps on one batch and measures each.
-
-    Attributes:
-        peaks: Bytes, of each step of `run`.
-        seconds: Of each step that was not for warming up.
-    """
+    """Runs training steps on one batch."""
 
     def __init__(self, train_function, batch):
         self._train_function = train_function
         self._batch = batch
-        self.peaks: list[int] = []
-        self.seconds: list[float] = []
 
     def step(self) -> float:
         """Runs one step; returns the seconds that it took."""
@@ -139,20 +132,33 @@ class Stepper:
         float(logs["loss"])
         return time.perf_counter() - start
 
-    def run(self, steps: int) -> None:
-        """Runs some steps to warm up and measures the next ones."""
+    def peaks(self, steps: int = PEAKS) -> list[int]:
+        """Runs some steps; returns the peak of each in bytes."""
         import tensorflow as tf
 
-        for step in range(WARM_UP + steps):
+        found = []
+        for _ in range(steps):
             tf.config.experimental.reset_memory_stats("CPU:0")
-            seconds = self.step()
-            if step >= WARM_UP:
-                self.seconds.append(seconds)
-            self.peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+            self.step()
+            found.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+        return found
+
+
+def alternate(steppers: Sequence[Stepper], steps: int) -> list[list[float]]:
+    """Seconds of each kind of step, one of each in turn.
+
+    Memory is not looked at: a plan keeps its budget from where compiling has left the variables.
+    """
+    for stepper in steppers:
+        stepper.step()  # to warm up
+    rounds: list[list[float]] = []
+    while len(rounds) < steps or (len(rounds) < MOST_ROUNDS and sum(map(sum, rounds)) < MEASURED_S):
+        rounds.append([stepper.step() for stepper in steppers])
+    return [list(seconds) for seconds in zip(*rounds, strict=True)]
 
 
 def measure(model, batch, plain: Stepper, budget_bytes: int, options: dict, steps: int) -> dict:
-    """Planned steps after compiling as a user would, for their peaks, then planned and plain ones in turn.
+    """Planned steps after compiling as a user would, for their peaks, then plain and planned ones in turn.
 
     (Plain steps scatter the variables over the allocator's memory; compiling moves them together.)
     """
@@ -163,17 +169,17 @@ def measure(model, batch, plain: Stepper, budget_bytes: int, options: dict, step
     compile_s = time.perf_counter() - start
     model.make_train_function()
     planned = Stepper(model.train_function, batch)
-    planned.run(WARM_UP)
+    first_peak, *peaks = planned.peaks()
     report = checkmate_tf.report(model)
-    plain_s, planned_s = alternate(plain, planned, steps)
+    seconds = alternate((plain, planned), steps)
+    plain_step_s, planned_step_s = map(statistics.median, seconds)
     checkmate_tf.restore(model)
-    measured_peak, plain_step_s, planned_step_s = max(planned.peaks[1:]), *map(statistics.median, (plain_s, planned_s))
     return {
         "predicted_peak_bytes": report.predicted_peak_bytes,
-        "first_step_peak_bytes": planned.peaks[0],
-        "measured_peak_bytes": measured_peak,
-        "within_budget": measured_peak <= budget_bytes,
-        "measured_steps": len(planned_s),
+        "first_step_peak_bytes": first_peak,
+        "measured_peak_bytes": max(peaks),
+        "within_budget": max(first_peak, *peaks) <= budget_bytes,
+        "measured_steps": len(seconds[0]),
         "plain_step_s": plain_step_s,
         "measured_step_s": planned_step_s,
         "time_ratio": planned_step_s / plain_step_s,
@@ -186,20 +192,6 @@ def measure(model, batch, plain: Stepper, budget_bytes: int, options: dict, step
         "compile_s": round(compile_s, 2),
         "notes": list(report.notes),
     }
-
-
-def alternate(plain: Stepper, planned: Stepper, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of plain and of planned steps in turn.
-
-    Memory is not looked at: a plan keeps its budget from where compiling has left the variables.
-    """
-    plain_s, planned_s = [], []
-    for stepper in (plain, planned):
-        stepper.step()  # to warm up
-    while len(plain_s) < steps or (len(plain_s) < MOST_PAIRS and sum(plain_s) + sum(planned_s) < MEASURED_S):
-        plain_s.append(plain.step())
-        planned_s.append(planned.step())
-    return plain_s, planned_s
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ SCHEMAS = {
     "peers": Schema(
         ("case", "peer"),
         "plain_peak_bytes peer_peak_bytes peer_time_ratio peer_gradient_error peer_statistics_error",
-        settings="steps_in_a_block jit_compile",
+        settings="least_steps jit_compile",
     ),
     "rounding": Schema(
         ("conv_biases", "optimizer", "program"),

@@ -19,6 +19,7 @@ def process_id(solver):
 
 @pytest.fixture(autouse=True)
 def _no_spare_processes():
+    gc.collect()  # solvers of other tests would leave theirs
     remote._end_spare()
     yield
     remote._end_spare()
