@@ -45,7 +45,7 @@ class Held:
     Attributes:
         time_s: Seconds of the fastest run.
         held_bytes: Most that it left behind beside its outputs of known size.
-        workspace_bytes: Most that it took at its peak beyond what it left behind.
+        workspace_bytes: What it took at its highest peak beyond the most that it left behind.
     """
 
     time_s: float
@@ -143,24 +143,21 @@ class _Runs:
         sizes = [nbytes(t) for t in operation.outputs if _is_sized(t) and t.dtype not in (tf.resource, tf.string)]
         uncounted = devices.uncounted_below_bytes(self._device)
         sized = sum(size for size in sizes if size >= uncounted)
-        seen: list[Held] = []
-        while len(seen) < _MOST_RUNS and sum(held.time_s for held in seen) < _RUNS_S:
+        seconds: list[float] = []
+        left = peak = 0
+        while len(seconds) < _MOST_RUNS and sum(seconds) < _RUNS_S:
             results: list[tf.Tensor] = []
             before = devices.in_use_bytes(self._device)
             devices.reset_peak(self._device)
             start = time.perf_counter()
             results = call_unoptimized(function, fed)
-            time_s = time.perf_counter() - start
-            left, peak = devices.in_use_bytes(self._device) - before, devices.peak_bytes(self._device) - before
-            seen.append(Held(time_s, max(0, left - sized), max(0, peak - max(left, sized))))
+            seconds.append(time.perf_counter() - start)
+            left = max(left, devices.in_use_bytes(self._device) - before)
+            peak = max(peak, devices.peak_bytes(self._device) - before)
         for tensor, value in zip(operation.outputs, results, strict=True):
             if tensor.name in self._wanted:
                 self._made[tensor.name] = value
-        return Held(
-            min(held.time_s for held in seen),
-            max(held.held_bytes for held in seen),
-            max(held.workspace_bytes for held in seen),
-        )
+        return Held(min(seconds), max(0, left - sized), max(0, peak - max(left, sized)))
 
     def _argument(self, tensor: tf.Tensor) -> tf.Tensor | np.ndarray | None:
         """What to feed: what was made, a known value, or a stand-in; None where none of these will do."""
