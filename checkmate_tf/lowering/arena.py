@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 _SMALLEST_PLUG_BYTES = 1 << 18
 _MOST_PLUGS = 500
-SLACK_BYTES = 128 << 20  # from which the allocator splits a chunk in any case
+_SLACK_BYTES = 128 << 20  # from which the allocator splits a chunk in any case
 _LEFT_FREE_BYTES = 4 << 20  # of a limit, for what is allocated beside the step
 
 
@@ -68,7 +68,7 @@ def gather(device: str, variables: Sequence[tf.Variable], room_bytes: int) -> No
             twice what the variables take.
     """
     moved = [v for v in variables if _nbytes(v) >= _SMALLEST_PLUG_BYTES]
-    if not moved or 2 * sum(map(_nbytes, moved)) + SLACK_BYTES > room_bytes:
+    if not moved or 2 * sum(map(_nbytes, moved)) + _SLACK_BYTES > room_bytes:
         return
     with exact_chunks(device, room_bytes), tf.device(device):
         copies = [tf.raw_ops.DeepCopy(x=variable.read_value()) for variable in moved]

@@ -28,7 +28,6 @@ from checkmate_tf.lowering.single_op import known_value, nbytes, single_op, stan
 
 _log = logging.getLogger(__name__)
 
-_MOST_RUNS, _RUNS_S = 8, 1.0  # of an op: what a loop's turns hold at once is another in each run
 _LOOPS = frozenset({"While", "StatelessWhile"})
 _CALLS = frozenset(
     {*_LOOPS, "If", "StatelessIf", "Case", "StatelessCase", "PartitionedCall", "StatefulPartitionedCall"}
@@ -43,9 +42,9 @@ class Held:
     """What an op was seen to do.
 
     Attributes:
-        time_s: Seconds of the fastest run.
-        held_bytes: Most that it left behind beside its outputs of known size.
-        workspace_bytes: What it took at its highest peak beyond the most that it left behind.
+        time_s: Seconds of one run.
+        held_bytes: What it leaves behind beside its outputs of known size.
+        workspace_bytes: What it takes at its peak beyond what it leaves behind.
     """
 
     time_s: float
@@ -140,24 +139,19 @@ class _Runs:
         known = {k: v for k, v in enumerate(arguments) if isinstance(v, np.ndarray)}
         function = single_op(node, operation, known, library=self._library)
         fed = [value for k, value in enumerate(arguments) if k not in known]
-        sizes = [nbytes(t) for t in operation.outputs if _is_sized(t) and t.dtype not in (tf.resource, tf.string)]
+        before = devices.in_use_bytes(self._device)
+        devices.reset_peak(self._device)
+        start = time.perf_counter()
+        results = call_unoptimized(function, fed)
+        time_s = time.perf_counter() - start
+        left, peak = devices.in_use_bytes(self._device) - before, devices.peak_bytes(self._device) - before
         uncounted = devices.uncounted_below_bytes(self._device)
+        sizes = [nbytes(t) for t in operation.outputs if _is_sized(t) and t.dtype not in (tf.resource, tf.string)]
         sized = sum(size for size in sizes if size >= uncounted)
-        seconds: list[float] = []
-        left = peak = 0
-        while len(seconds) < _MOST_RUNS and sum(seconds) < _RUNS_S:
-            results: list[tf.Tensor] = []
-            before = devices.in_use_bytes(self._device)
-            devices.reset_peak(self._device)
-            start = time.perf_counter()
-            results = call_unoptimized(function, fed)
-            seconds.append(time.perf_counter() - start)
-            left = max(left, devices.in_use_bytes(self._device) - before)
-            peak = max(peak, devices.peak_bytes(self._device) - before)
         for tensor, value in zip(operation.outputs, results, strict=True):
             if tensor.name in self._wanted:
                 self._made[tensor.name] = value
-        return Held(min(seconds), max(0, left - sized), max(0, peak - max(left, sized)))
+        return Held(time_s, max(0, left - sized), max(0, peak - max(left, sized)))
 
     def _argument(self, tensor: tf.Tensor) -> tf.Tensor | np.ndarray | None:
         """What to feed: what was made, a known value, or a stand-in; None where none of these will do."""

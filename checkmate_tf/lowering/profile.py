@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
-from checkmate_tf.lowering.arena import SLACK_BYTES, exact_chunks
+from checkmate_tf.lowering.arena import exact_chunks
 from checkmate_tf.lowering.device import uncounted_below_bytes
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.loops import measure_loops, with_lists
@@ -113,7 +113,7 @@ def profile(
         len(to_measure) - len(failed),
         tuple(graph.names[op] for op in unmeasured),
         tuple(name for name in step.unsized if name not in sized),
-        min(int(graph.owned_bytes.max(initial=0)), SLACK_BYTES) if loops else 0,
+        int(graph.owned_bytes.max(initial=0)) if loops else 0,
     )
 
 

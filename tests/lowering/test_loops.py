@@ -44,13 +44,6 @@ def test_what_a_loop_keeps_for_its_gradient_is_held_from_the_one_to_the_other():
     assert np.all(in_use[forward : backward + 1] >= lists)
 
 
-def test_one_tensor_beside_what_a_loop_holds_may_be_rounded():
-    """A loop's many small blocks leave other holes than the one block that stands for them in a rehearsal."""
-    assert profile(extracted(counted), DEVICE).rounding_bytes == BYTES
-    without = extracted(lambda x: tf.reduce_sum(tf.tanh(x)))
-    assert profile(without, DEVICE).rounding_bytes == 0
-
-
 def test_the_prediction_is_above_what_the_step_takes():
     step = extracted(counted)
     result = profile(step, DEVICE)
