@@ -75,7 +75,7 @@ class ProfiledStep:
         self._plain_peak_bytes: int | None = None
         self._forms = {chosen: self}
         self.phases_s: dict[str, float] = {}
-        with self._phase("trace"):
+        with self.phase("trace"):
             self.traced: TracedStep = self._trace(spec, chosen)
             extracted = extract(self.traced)
         if not any(t.startswith("Assign") or t.startswith("ResourceApply") for t in extracted.op_graph.types):
@@ -86,7 +86,7 @@ class ProfiledStep:
         plain = simulate(extracted.op_graph, compile_plan(extracted.op_graph, range(extracted.op_graph.n)))
         self._room_bytes = int(_ROOM * plain.peak_bytes) + _MORE_ROOM_BYTES
         self.tidy()
-        with self._phase("profile"):
+        with self.phase("profile"):
             self.profile = profile(
                 extracted,
                 self.device,
@@ -195,7 +195,8 @@ class ProfiledStep:
         self.reserve_bytes = self._beside_bytes
         self.tidy()
 
-    def _phase(self, name: str):
+    def phase(self, name: str):
+        """Books the seconds of a block under a name."""
         return _Phase(self.phases_s, name, self.settings)
 
     def budget_bytes(self) -> int:
@@ -208,7 +209,7 @@ class ProfiledStep:
 
     def minimum_budget(self) -> Candidate:
         """The plan with the lowest allocator peak that was found."""
-        with self._phase("solve"):
+        with self.phase("solve"):
             return self.joint().minimum()
 
     def plain_peak_bytes(self) -> int:
@@ -230,7 +231,7 @@ class ProfiledStep:
             BudgetError, InfeasibleBudget, NoScheduleFound: As the planner says.
         """
         budget_bytes, limit_s = self.budget_bytes(), self.settings.time_limit_s
-        with self._phase("solve"):
+        with self.phase("solve"):
             candidate = self.joint().plan(
                 budget_bytes,
                 time_limit_s=limit_s,
@@ -271,7 +272,7 @@ class ProfiledStep:
 
     def build(self, candidate: Candidate):
         """The function that runs a plan."""
-        with self._phase("rebuild"):
+        with self.phase("rebuild"):
             return rebuild(self.traced, candidate.op_graph, candidate.plan)
 
 
@@ -302,6 +303,7 @@ class PlannedStep:
     _MEASURED_RUNS = 6
     _MOST_REPLANS = 3
     _REPLAN_LIMIT_S = 10.0
+    _AS_FAST = 1.02  # times the plan that is replaced: not worth more than that time
 
     def __init__(self, profiled: ProfiledStep, budget_bytes: int, candidate: Candidate, function):
         self.budget_bytes = budget_bytes
@@ -349,14 +351,22 @@ class PlannedStep:
         self._profiled.ready_to_run()
         planner = self._profiled.planner
         planner.forget_peaks()
-        confirmed = planner.confirmed(self.candidate, self.budget_bytes)
-        if confirmed is None:
-            limit_s = self._profiled.settings.time_limit_s
-            confirmed = planner.replacement(self.candidate, self.budget_bytes, time_limit_s=limit_s)
+        with self._profiled.phase("solve"):
+            confirmed = planner.confirmed(self.candidate, self.budget_bytes) or self._confirmed_other()
         if confirmed is None:
             raise planner.not_found(self.budget_bytes)
         self._use(confirmed)
         self._confirmed = True
+
+    def _confirmed_other(self) -> Candidate | None:
+        """A plan in place of one that memory, as it lies now, holds no longer: sought at leisure if not found soon."""
+        planner, limit_s = self._profiled.planner, self._profiled.settings.time_limit_s
+        soon_s = min(limit_s, self._REPLAN_LIMIT_S)
+        found = planner.replacement(self.candidate, self.budget_bytes, time_limit_s=soon_s)
+        if limit_s > soon_s and (found is None or found.time_s > self._AS_FAST * self.candidate.time_s):
+            longer = planner.search(self.budget_bytes, time_limit_s=limit_s)
+            found = min(filter(None, (found, longer)), key=lambda plan: plan.time_s, default=None)
+        return found
 
     def _plan_again(self, measured_bytes: int) -> None:
         """Plans with less, by as much as the measured peak is above the prediction."""

@@ -16,7 +16,7 @@ from checkmate_tf.core.simulate import Memory
 from checkmate_tf.lowering.device import in_use_bytes, limit_bytes, uncounted_below_bytes
 from checkmate_tf.lowering.rehearse import address, empty, rehearse
 
-_MOST_TRIES, _LARGEST_BYTES = 64, 64 << 20  # to fill free chunks with
+_MOST_TRIES, _MOST_FILL_BYTES = 64, 64 << 20  # for one divider; more than that is no gap between tensors
 
 
 def allocator_peak(
@@ -59,42 +59,52 @@ def divide(partition: Sequence[int], device: str) -> list[tf.Tensor]:
             taken to lie where it should.
 
     Returns:
-        The dividers, one per part, or none where memory runs out. Each is the smallest block that the allocator
-        counts, where that can be had.
+        The dividers, one per part as far as that can be had: up to a part that has no room behind it, and none
+        where memory runs out. Each is the smallest block that the allocator counts.
     """
     dividers: list[tf.Tensor] = []
     held: list[tf.Tensor] = []
+    limit = limit_bytes(device)
+    if limit is not None and in_use_bytes(device) + sum(partition) > limit:
+        return []
     try:
         with tf.device(device):
             for size in partition:
                 held.append(empty(size))
-                dividers.append(_divider(held, size, device))
+                divider = _divider(held, size, device)
+                if divider is None:
+                    break
+                dividers.append(divider)
     except tf.errors.ResourceExhaustedError:
         return []
     return dividers
 
 
-def _divider(held: list[tf.Tensor], size: int, device: str) -> tf.Tensor:
+def _divider(held: list[tf.Tensor], size: int, device: str) -> tf.Tensor | None:
     """A block behind the part of memory that is the last of `held`.
 
     The allocator gives a request the smallest free chunk that holds it, so a small block comes to lie in some other
     free chunk first. Ever larger ones fill those, and are added to `held`, until a small one lies where it should.
+    None lies there where the part ends with its region, so this must end before it has filled all memory that
+    there is: 10 s pass before the allocator says so, and regions that it has added are never given back.
     """
     part, least = held[-1], max(1, uncounted_below_bytes(device))
-    nbytes = least
+    nbytes, fill_bytes = least, 0
     for _ in range(_MOST_TRIES):
         block = empty(nbytes)
-        if "CPU" not in device.upper() or (nbytes == least and _is_behind(block, part, size)):
-            break
-        if _is_behind(block, part, size):
+        behind = "CPU" not in device.upper() or _is_behind(block, part, size)
+        if behind and nbytes == least:
+            return block
+        if behind:
             del block  # its place is the next one's
             nbytes = least
+        elif fill_bytes + nbytes > _MOST_FILL_BYTES:
+            break
         else:
             held.append(block)
-            nbytes = min(2 * nbytes, _LARGEST_BYTES)
-    else:
-        return empty(least)
-    return block
+            fill_bytes += nbytes
+            nbytes *= 2
+    return None
 
 
 def _is_behind(block: tf.Tensor, part: tf.Tensor, size: int) -> bool:

@@ -288,13 +288,32 @@ MIB = 1 << 20
 rehearse.reserve(100 * MIB)
 memory = SimpleNamespace(peak_bytes=20 * MIB, event_buffer=np.array([0, 0]), event_bytes=np.array([20 * MIB, -1]))
 before = device.in_use_bytes("CPU:0")
-report(peak=dividers.allocator_peak(memory, "CPU:0", (), (2000 * MIB,)) - before)
+report(peak=dividers.allocator_peak(memory, "CPU:0", (), (850 * MIB,)) - before)
 """
 
 
 @pytest.mark.slow  # the allocator waits 10 s for memory before it gives up
 def test_memory_that_is_smaller_than_a_part_is_not_divided():
     assert run(TOO_FAR, PLAIN_BFC)["peak"] == 20 << 20
+
+
+NO_ROOM_BEHIND = """
+import time
+from checkmate_tf.lowering import device, dividers
+MIB = 1 << 20
+rehearse.reserve(100 * MIB)
+device.reset_peak("CPU:0")
+start = time.perf_counter()
+placed = [len(dividers.divide(partition, "CPU:0")) for partition in ((100 * MIB,), (2000 * MIB,))]
+report(placed=placed, peak=device.peak_bytes("CPU:0"), seconds=time.perf_counter() - start)
+"""
+
+
+def test_dividers_end_at_a_part_that_has_no_room_behind_it():
+    found = run(NO_ROOM_BEHIND, PLAIN_BFC)
+    assert found["placed"] == [0, 0]
+    assert found["peak"] < 300 << 20  # gaps are filled, but no memory is added for that until there is none
+    assert found["seconds"] < 5  # the allocator waits for 10 before it gives up
 
 
 BEYOND_THE_LIMIT = """
