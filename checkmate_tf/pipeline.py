@@ -349,16 +349,24 @@ class PlannedStep:
         if self._confirmed:
             return
         self._profiled.ready_to_run()
-        planner = self._profiled.planner
-        planner.forget_peaks()
-        with self._profiled.phase("solve"):
-            confirmed = planner.confirmed(self.candidate, self.budget_bytes) or self._confirmed_other()
-        if confirmed is None:
-            raise planner.not_found(self.budget_bytes)
-        self._use(confirmed)
+        found = self._plan_for_now()
+        if found is None:
+            with self._profiled.phase("solve"):
+                other = self._other_plan()
+            if other is None:
+                raise self._profiled.planner.not_found(self.budget_bytes)
+            self._build(other)
+            found = self._plan_for_now() or other  # what its function holds has moved memory once more
+        self._use(found)
         self._confirmed = True
 
-    def _confirmed_other(self) -> Candidate | None:
+    def _plan_for_now(self) -> Candidate | None:
+        """The plan with the peak that it has from where memory stands now, or None if that is above the budget."""
+        planner = self._profiled.planner
+        planner.forget_peaks()
+        return planner.confirmed(self.candidate, self.budget_bytes)
+
+    def _other_plan(self) -> Candidate | None:
         """A plan in place of one that memory, as it lies now, holds no longer: sought at leisure if not found soon."""
         planner, limit_s = self._profiled.planner, self._profiled.settings.time_limit_s
         soon_s = min(limit_s, self._REPLAN_LIMIT_S)
@@ -387,9 +395,12 @@ class PlannedStep:
 
     def _use(self, candidate: Candidate) -> None:
         """Runs a plan from now on, in memory divided for it."""
+        self._build(candidate)
+        self._dividers = self._profiled.divide(candidate.partition)
+
+    def _build(self, candidate: Candidate) -> None:
         if candidate.plan is not self.candidate.plan:
             self._function = self._profiled.build(candidate)
-        self._dividers = self._profiled.divide(candidate.partition)
         self.candidate = candidate
 
     def _note(self, text: str) -> None:

@@ -59,8 +59,8 @@ def divide(partition: Sequence[int], device: str) -> list[tf.Tensor]:
             taken to lie where it should.
 
     Returns:
-        The dividers, one per part as far as that can be had: up to a part that has no room behind it, and none
-        where memory runs out. Each is the smallest block that the allocator counts.
+        The dividers, one for each part that has room behind it, and none where memory runs out. Each is the
+        smallest block that the allocator counts.
     """
     dividers: list[tf.Tensor] = []
     held: list[tf.Tensor] = []
@@ -71,10 +71,12 @@ def divide(partition: Sequence[int], device: str) -> list[tf.Tensor]:
         with tf.device(device):
             for size in partition:
                 held.append(empty(size))
+                placed = len(held)
                 divider = _divider(held, size, device)
                 if divider is None:
-                    break
-                dividers.append(divider)
+                    del held[placed:]
+                else:
+                    dividers.append(divider)
     except tf.errors.ResourceExhaustedError:
         return []
     return dividers
