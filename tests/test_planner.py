@@ -384,6 +384,29 @@ def test_a_schedule_that_the_allocator_rounds_less_than_others_is_found():
     assert max(asked) <= 18
 
 
+def test_dear_schedules_are_tried_where_only_a_dearer_one_is_known():
+    """The cheapest schedule is rounded beyond the budget; one is known that takes eight times as long."""
+    cost_of = {90: 1.0, 50: 3.0, 20: 8.0}  # by peak
+    points = [Point(peak, cost=cost, nodes=(peak,)) for peak, cost in sorted(cost_of.items())]
+
+    def evaluate(_order, nodes):
+        rounded = 2 * nodes[0] if nodes[0] == 90 else nodes[0]
+        return Candidate(None, None, None, None, peak_bytes=rounded, time_s=cost_of[nodes[0]])
+
+    class Order:
+        kept = (SimpleNamespace(nodes=(20,)),)
+        solver = SimpleNamespace(front=lambda: points)
+
+        def hint(self, _):
+            return None
+
+        def solve(self, *_):
+            return Solution(Status.FEASIBLE, SequenceSchedule(np.array([90])), 1.0, 90, None, "", "")
+
+    search = Search(SimpleNamespace(orders=[Order()], evaluate=evaluate, placed=lambda c, _: c), 100, 5.0, 0, None)
+    assert search.run().time_s == 3.0
+
+
 def test_an_allocator_that_takes_long_to_answer_leaves_the_solver_time_to_tighten_its_budget():
     """A dozen schedules beside the solver's were asked about, all a little beyond the budget, until time was up; one
     that costs seven times as much was all that was left.

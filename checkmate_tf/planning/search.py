@@ -167,9 +167,13 @@ class Search:
             self._climb(order, _AFFORDABLE * self._least_s)
         order = min(first, key=lambda order: self._promise(first[order]))
         self._adjust(order, inner[order], first[order])
-        for order in inner if self.best is None else ():
-            self._climb(order, np.inf)
+        for order in inner if self._is_dear() else ():
+            self._climb(order, np.inf if self.best is None else self.best.time_s)
         return self.best
+
+    def _is_dear(self) -> bool:
+        """Whether nothing is within the budget yet but plans that take far more than the fastest one seen."""
+        return self.best is None or self.best.time_s > _AFFORDABLE * self._least_s
 
     def _promise(self, candidate: Candidate | None) -> float:
         """Seconds of a plan, more where the allocator takes it beyond the budget."""
@@ -202,7 +206,7 @@ class Search:
                 else:
                     before = 0  # worth another round as it is
             limit_s = _LATER_SHARE * self._clock.left_s
-            if self.best is None or self.best.time_s > _AFFORDABLE * self._least_s:  # this may be the last round
+            if self._is_dear():  # this may be the last round
                 limit_s = max(limit_s, self._clock.left_s - _ANSWERS * self._ask_s)
             hopeless = self.best is None and self._clock.elapsed_s > _PATIENCE * self._clock.time_limit_s
             if (
