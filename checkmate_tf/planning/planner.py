@@ -149,7 +149,7 @@ class Planner:
             if small is None:
                 return None
             found = self.search(budget_bytes, time_limit_s=clock.left_s, seed=seed, on_progress=on_progress)
-            found = small if found is None else min(small, found, key=_time)
+            found = small if found is None else min(found, small, key=_time)  # of two alike, the one with a history
         self._keep(found, budget_bytes, time_limit_s)
         return found
 
