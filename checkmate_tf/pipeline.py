@@ -26,7 +26,7 @@ from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, RULES
 from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 from checkmate_tf.lowering.trace import TracedStep, trace
-from checkmate_tf.planning.candidate import Candidate
+from checkmate_tf.planning.candidate import Candidate, cheapest
 from checkmate_tf.planning.joint import JointPlanner, Site
 from checkmate_tf.planning.planner import Planner
 from checkmate_tf.planning.replay import replay
@@ -303,7 +303,7 @@ class PlannedStep:
     _MEASURED_RUNS = 6
     _MOST_REPLANS = 3
     _REPLAN_LIMIT_S = 10.0
-    _AS_FAST = 1.02  # times the plan that is replaced: not worth more than that time
+    _AS_FAST = 1.02  # times the seconds of the plan that is replaced: one found soon that takes no more will do
 
     def __init__(self, profiled: ProfiledStep, budget_bytes: int, candidate: Candidate, function):
         self.budget_bytes = budget_bytes
@@ -372,8 +372,7 @@ class PlannedStep:
         soon_s = min(limit_s, self._REPLAN_LIMIT_S)
         found = planner.replacement(self.candidate, self.budget_bytes, time_limit_s=soon_s)
         if limit_s > soon_s and (found is None or found.time_s > self._AS_FAST * self.candidate.time_s):
-            longer = planner.search(self.budget_bytes, time_limit_s=limit_s)
-            found = min(filter(None, (found, longer)), key=lambda plan: plan.time_s, default=None)
+            found = cheapest([found, planner.search(self.budget_bytes, time_limit_s=limit_s)])
         return found
 
     def _plan_again(self, measured_bytes: int) -> None:

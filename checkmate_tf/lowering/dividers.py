@@ -34,9 +34,8 @@ def allocator_peak(
     Returns:
         Bytes, what is in use already included; None where the memory runs out.
     """
-    limit = limit_bytes(device)
-    if limit is not None and in_use_bytes(device) + memory.peak_bytes > limit:
-        return None  # an allocation that fails would wait 10 s for another thread to free something
+    if _is_beyond_limit(memory.peak_bytes, device):
+        return None
     dividers = divide(partition, device)
     before = in_use_bytes(device)
     with tf.device(device):
@@ -62,40 +61,38 @@ def divide(partition: Sequence[int], device: str) -> list[tf.Tensor]:
         The dividers, one for each part that has room behind it, and none where memory runs out. Each is the
         smallest block that the allocator counts.
     """
+    if _is_beyond_limit(sum(partition), device):
+        return []
     dividers: list[tf.Tensor] = []
     held: list[tf.Tensor] = []
-    limit = limit_bytes(device)
-    if limit is not None and in_use_bytes(device) + sum(partition) > limit:
-        return []
+    least = max(1, uncounted_below_bytes(device))
     try:
         with tf.device(device):
             for size in partition:
                 held.append(empty(size))
-                placed = len(held)
-                divider = _divider(held, size, device)
-                if divider is None:
-                    del held[placed:]
-                else:
+                divider = _divider(held, size, least, device)
+                if divider is not None:
                     dividers.append(divider)
     except tf.errors.ResourceExhaustedError:
         return []
     return dividers
 
 
-def _divider(held: list[tf.Tensor], size: int, device: str) -> tf.Tensor | None:
-    """A block behind the part of memory that is the last of `held`.
+def _divider(held: list[tf.Tensor], size: int, least: int, device: str) -> tf.Tensor | None:
+    """A block of `least` bytes behind the part of memory that is the last of `held`, or None.
 
     The allocator gives a request the smallest free chunk that holds it, so a small block comes to lie in some other
-    free chunk first. Ever larger ones fill those, and are added to `held`, until a small one lies where it should.
+    free chunk first. Ever larger ones fill those until a small one lies where it should, and are added to `held`.
     None lies there where the part ends with its region, so this must end before it has filled all memory that
     there is: 10 s pass before the allocator says so, and regions that it has added are never given back.
     """
-    part, least = held[-1], max(1, uncounted_below_bytes(device))
-    nbytes, fill_bytes = least, 0
+    part, nbytes, fill_bytes = held[-1], least, 0
+    fillers: list[tf.Tensor] = []
     for _ in range(_MOST_TRIES):
         block = empty(nbytes)
         behind = "CPU" not in device.upper() or _is_behind(block, part, size)
         if behind and nbytes == least:
+            held += fillers
             return block
         if behind:
             del block  # its place is the next one's
@@ -103,7 +100,7 @@ def _divider(held: list[tf.Tensor], size: int, device: str) -> tf.Tensor | None:
         elif fill_bytes + nbytes > _MOST_FILL_BYTES:
             break
         else:
-            held.append(block)
+            fillers.append(block)
             fill_bytes += nbytes
             nbytes *= 2
     return None
@@ -112,3 +109,9 @@ def _divider(held: list[tf.Tensor], size: int, device: str) -> tf.Tensor | None:
 def _is_behind(block: tf.Tensor, part: tf.Tensor, size: int) -> bool:
     """Whether a block lies close behind a part of memory, which may have got up to twice its size."""
     return 0 < address(block) - address(part) <= 2 * size
+
+
+def _is_beyond_limit(nbytes: int, device: str) -> bool:
+    """Whether so much more cannot be had. An allocation that fails waits 10 s for another thread to free something."""
+    limit = limit_bytes(device)
+    return limit is not None and in_use_bytes(device) + nbytes > limit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -71,3 +72,8 @@ class Candidate:
     def bottleneck(self) -> str:
         """Name of the op at the peak."""
         return self.op_graph.names[self.plan.ops[self.memory.peak_step]]
+
+
+def cheapest(plans: Iterable[Candidate | None]) -> Candidate | None:
+    """The plan that takes the least time, the first of several alike; None where there is none."""
+    return min((plan for plan in plans if plan is not None), key=lambda plan: plan.time_s, default=None)

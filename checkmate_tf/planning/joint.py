@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from checkmate_tf.planning.candidate import Candidate
+from checkmate_tf.planning.candidate import Candidate, cheapest
 from checkmate_tf.planning.planner import Planner
 
 _FIRST_SHARE = 0.4  # of the time limit, to find out which alternatives to take; the rest goes to the best choice
@@ -100,12 +100,12 @@ class JointPlanner:
         while following and len(found) < _MOST_CHOICES:
             chosen = following.pop(0)
             found[chosen] = self._find(chosen, budget_bytes, time_limit_s=limit_s, **how)
-            best = _cheapest(found.values())
+            best = cheapest(found.values())
             if not following and best is not None:
                 following = [better for better in [self.chosen_for(best)] if better not in found]
         chosen = self._all if best is None else best.chosen
         left_s = time_limit_s - len(found) * limit_s
-        return _cheapest([best, self._find(chosen, budget_bytes, time_limit_s=left_s, **how)])
+        return cheapest([best, self._find(chosen, budget_bytes, time_limit_s=left_s, **how)])
 
     def minimum(self) -> Candidate:
         """The plan with the lowest peak that was found, with no alternative or with all."""
@@ -128,10 +128,6 @@ class JointPlanner:
         if chosen not in self._planners:
             self._planners[chosen] = self._planner_of(chosen)
         return self._planners[chosen]
-
-
-def _cheapest(plans) -> Candidate | None:
-    return min((plan for plan in plans if plan is not None), key=lambda plan: plan.time_s, default=None)
 
 
 def _is_held(site: Site, plan: Candidate, full: np.ndarray) -> bool:

@@ -23,7 +23,7 @@ from checkmate_tf.core.simulate import Memory, simulate, working_set_bytes
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planning.archive import Entry
-from checkmate_tf.planning.candidate import NEVER, Candidate
+from checkmate_tf.planning.candidate import NEVER, Candidate, cheapest
 from checkmate_tf.planning.partition import Partition, Placement, Placer
 from checkmate_tf.planning.search import MOST_NEIGHBOURS, Order, Search
 from checkmate_tf.solvers.base import Clock
@@ -149,7 +149,7 @@ class Planner:
             if small is None:
                 return None
             found = self.search(budget_bytes, time_limit_s=clock.left_s, seed=seed, on_progress=on_progress)
-            found = small if found is None else min(found, small, key=_time)  # of two alike, the one with a history
+            found = cheapest([found, small])  # of two alike, the one with a history
         self._keep(found, budget_bytes, time_limit_s)
         return found
 

@@ -125,7 +125,7 @@ def pooled_net() -> keras.Model:
 
 
 def nothing_recomputed(monkeypatch) -> None:
-    """Leaves as plans those that recompute nothing, the cheaper the more alternatives they take; all of them fit."""
+    """Leaves as plans those that recompute nothing; only the one with all alternatives fits."""
     store_all = Planner.store_all
 
     def counted(planner):

@@ -1,0 +1,73 @@
+"""What a step does where its plan no longer keeps the budget before the first run, beside a planner that is stubbed."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from checkmate_tf.errors import NoScheduleFound
+from checkmate_tf.pipeline import PlannedStep
+
+
+def plan(seconds: float) -> SimpleNamespace:
+    return SimpleNamespace(plan=object(), time_s=seconds, partition=())
+
+
+def stubbed(soon, later, *, confirmed=lambda _: None):
+    """A step whose plan takes 1 s, what it asked for, and the planner's answers."""
+    asked = []
+
+    def answer(name, found):
+        return lambda *_, time_limit_s: (asked.append((name, time_limit_s)), found)[1]
+
+    planner = SimpleNamespace(
+        forget_peaks=lambda: None,
+        confirmed=lambda candidate, _: confirmed(candidate),
+        replacement=answer("soon", soon),
+        search=answer("later", later),
+        not_found=lambda _: NoScheduleFound("none"),
+    )
+    profiled = SimpleNamespace(
+        planner=planner,
+        settings=SimpleNamespace(time_limit_s=60.0),
+        traced=SimpleNamespace(function=SimpleNamespace(captured_inputs=(), structured_outputs=())),
+        ready_to_run=lambda: None,
+        phase=lambda _: contextlib.nullcontext(),
+        build=lambda candidate: ("function of", candidate),
+        divide=lambda _: [],
+    )
+    return PlannedStep(profiled, 100, plan(1.0), None), asked
+
+
+@pytest.mark.parametrize(
+    ("soon_s", "later_s", "taken_s", "asked"),
+    [
+        (1.01, None, 1.01, [("soon", 10.0)]),
+        (1.5, 1.1, 1.1, [("soon", 10.0), ("later", 60.0)]),
+        (1.5, 1.7, 1.5, [("soon", 10.0), ("later", 60.0)]),
+        (None, 1.7, 1.7, [("soon", 10.0), ("later", 60.0)]),
+    ],
+)
+def test_a_plan_is_replaced_soon_and_by_a_whole_search_only_where_that_costs_time(soon_s, later_s, taken_s, asked):
+    step, calls = stubbed(soon_s and plan(soon_s), later_s and plan(later_s))
+    step.confirm()
+    assert step.candidate.time_s == taken_s
+    assert step._function == ("function of", step.candidate)
+    assert calls == asked
+
+
+def test_what_replaces_a_plan_is_looked_at_again_once_it_is_built():
+    other, moved = plan(1.0), SimpleNamespace(time_s=1.0, partition=(7,))
+    moved.plan = other.plan
+    step, _ = stubbed(other, None, confirmed=lambda candidate: moved if candidate is other else None)
+    step.confirm()
+    assert step.candidate is moved
+    assert step._function == ("function of", other)
+
+
+def test_a_step_that_nothing_keeps_within_the_budget_is_refused():
+    step, _ = stubbed(None, None)
+    with pytest.raises(NoScheduleFound):
+        step.confirm()
