@@ -156,19 +156,28 @@ class ProfiledStep:
         )
 
     def allocator_peak(
-        self, memory: Memory, disturbance: int = 0, partition: Sequence[int] = (), *, more_bytes: int = 0
+        self,
+        memory: Memory,
+        partition: Sequence[int] = (),
+        states: int = 1,
+        enough_bytes: int | None = None,
+        *,
+        more_bytes: int = 0,
     ) -> int | None:
-        """The peak that the device will report for a simulated plan, or None where the memory runs out.
+        """The highest peak that the device will report for a simulated plan, or None where the memory runs out.
 
         Args:
             memory: The plan's simulation.
-            disturbance: How many batches lie where there is none now.
             partition: How free memory is divided, as for `dividers.divide`.
+            states: In how many states of memory: as it is now, with a batch where there is none now, with two...
+            enough_bytes: Once the peak is that high, other states do not matter.
             more_bytes: What the batch of the plan takes beyond the one that is there.
         """
-        batches = [max(1, self.batch_bytes)] * disturbance
-        peak = dividers.allocator_peak(memory, self.device, batches, partition)
-        return None if peak is None else peak + more_bytes + self.reserve_bytes
+        beside_bytes = more_bytes + self.reserve_bytes
+        batches = [[max(1, self.batch_bytes)] * count for count in range(states)]
+        enough = None if enough_bytes is None else enough_bytes - beside_bytes
+        peak = dividers.allocator_peak(memory, self.device, partition, batches, enough)
+        return None if peak is None else peak + beside_bytes
 
     def divide(self, partition: Sequence[int]) -> list[tf.Tensor]:
         """Divides the device's free memory for as long as what is returned is held."""

@@ -39,6 +39,11 @@ class Memory:
         """The step at which the peak is reached first."""
         return int(self.in_use_bytes.argmax())
 
+    def large_events(self, least_bytes: int) -> np.ndarray:
+        """bool (events,). Whether each event is of a buffer of at least that size."""
+        large = np.unique(self.event_buffer[self.event_bytes >= max(1, least_bytes)])
+        return np.isin(self.event_buffer, large)
+
     def counted_bytes(self, uncounted_below_bytes: int) -> np.ndarray:
         """int64 (events,). Bytes in use after each event, as an allocator counts that leaves small requests out."""
         counted = np.abs(self.event_bytes) >= uncounted_below_bytes

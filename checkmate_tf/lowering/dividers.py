@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from checkmate_tf.core.simulate import Memory
@@ -17,35 +16,48 @@ from checkmate_tf.lowering.device import in_use_bytes, limit_bytes, uncounted_be
 from checkmate_tf.lowering.rehearse import address, empty, rehearse
 
 _MOST_TRIES, _MOST_FILL_BYTES = 64, 64 << 20  # for one divider; more than that is no gap between tensors
+_DIVIDER = 1 / 512  # of its part; a smaller one would fall into one of the many gaps that small tensors leave
 
 
 def allocator_peak(
-    memory: Memory, device: str, disturbing_bytes: Sequence[int] = (), partition: Sequence[int] = ()
+    memory: Memory,
+    device: str,
+    partition: Sequence[int] = (),
+    disturbing_bytes: Sequence[Sequence[int]] = ((),),
+    enough_bytes: int | None = None,
 ) -> int | None:
-    """The peak that the device's allocator reports for a simulated plan, from the state it is in.
+    """The highest peak that the device's allocator reports for a simulated plan, from the state it is in and others.
 
     Args:
         memory: The plan's simulation.
         device: Device that will run it.
-        disturbing_bytes: Sizes of blocks that are held meanwhile and not counted. A batch that comes
-            to lie elsewhere does as much.
         partition: How free memory is divided meanwhile, as for `divide`; the dividers count.
+        disturbing_bytes: For each run of the plan, sizes of blocks that are held meanwhile and not counted. A batch
+            that comes to lie elsewhere does as much.
+        enough_bytes: A run that takes this much is the last.
 
     Returns:
         Bytes, what is in use already included; None where the memory runs out.
     """
     if _is_beyond_limit(memory.peak_bytes, device):
         return None
+    counted = memory.large_events(uncounted_below_bytes(device))  # the others are in another allocator
     dividers = divide(partition, device)
-    before = in_use_bytes(device)
-    with tf.device(device):
-        blocks = [empty(size) for size in disturbing_bytes]
-    held = in_use_bytes(device) - before
-    counted = np.unique(memory.event_buffer[memory.event_bytes >= max(1, uncounted_below_bytes(device))])
-    events = np.isin(memory.event_buffer, counted)  # the others are in another allocator
-    played = rehearse(memory.event_buffer[events], memory.event_bytes[events], device=device)
-    del blocks, dividers
-    return played.peak_bytes - held if played.fits else None
+    worst = 0
+    for sizes in disturbing_bytes:
+        before = in_use_bytes(device)
+        with tf.device(device):
+            blocks = [empty(size) for size in sizes]
+        held = in_use_bytes(device) - before
+        played = rehearse(memory.event_buffer[counted], memory.event_bytes[counted], device=device)
+        del blocks
+        if not played.fits:
+            return None
+        worst = max(worst, played.peak_bytes - held)
+        if enough_bytes is not None and worst >= enough_bytes:
+            break
+    del dividers
+    return worst
 
 
 def divide(partition: Sequence[int], device: str) -> list[tf.Tensor]:
@@ -58,8 +70,8 @@ def divide(partition: Sequence[int], device: str) -> list[tf.Tensor]:
             taken to lie where it should.
 
     Returns:
-        The dividers, one for each part that has room behind it, and none where memory runs out. Each is the
-        smallest block that the allocator counts.
+        The dividers, one for each part that has room behind it, and none where memory runs out. Each is small
+        beside its part, but large enough for the allocator to count it.
     """
     if _is_beyond_limit(sum(partition), device):
         return []
@@ -70,7 +82,7 @@ def divide(partition: Sequence[int], device: str) -> list[tf.Tensor]:
         with tf.device(device):
             for size in partition:
                 held.append(empty(size))
-                divider = _divider(held, size, least, device)
+                divider = _divider(held, size, max(least, int(_DIVIDER * size)), device)
                 if divider is not None:
                     dividers.append(divider)
     except tf.errors.ResourceExhaustedError:

@@ -1,8 +1,8 @@
 """Finds out how to divide free memory so that the allocator keeps a plan within its budget; see `lowering.dividers`.
 
 Which division suits a plan is found by trial, some milliseconds each. What suited one plan of a step often suits its
-others, so that is tried first; then equal parts, as large as one of the plan's large tensors, and parts as large as
-several of them in a random order.
+others, so that is tried first; then mostly equal parts, as large as one of the plan's large tensors, that fill some
+share of its memory, and now and then parts as large as several of them in a random order.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ import numpy as np
 from checkmate_tf.core.simulate import Memory
 from checkmate_tf.planning.candidate import NEVER
 
-DISTURBANCES = 3  # states of the allocator in which a plan must keep the budget
+STATES = 3  # states of the allocator in which a plan must keep the budget
 
 Partition = tuple[int, ...]
+AllocatorPeak = Callable[..., int | None]  # as `ProfiledStep.allocator_peak`
 
 _TRIES, _LIMIT_S = 160, 0.5  # for one plan
 _MOST_KNOWN = 12  # partitions that were good for other plans
 _LARGE = 1 / 40  # of a plan's peak
 MOST_PARTS = 64
 _MOST_SIZES = 6  # of large tensors
+_FILLED = 0.5, 0.75, 0.25, 1.0, 0.6, 0.4, 0.9, 0.1  # of a plan's peak, by equal parts
+_EQUAL_PARTS = 4  # all but each fourth try has equal parts
+_SMALL = 2**-13  # of a plan's peak: tensors below that hardly matter to where the others lie
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +50,13 @@ class Placer:
     """Finds partitions for the plans of one step.
 
     Args:
-        allocator_peak: Plays a simulated plan on the allocator, in its present state (0) or in one that is
-            disturbed in the way that the number selects, in a partition; returns the peak that it would report,
-            everything included, or None where the memory runs out.
+        allocator_peak: Called as `(memory, partition, states, enough_bytes)`, all but the first optional: plays a
+            simulated plan on the allocator, in a partition, in its present state or in that and ones that are
+            disturbed, until it takes enough; returns the highest peak that the allocator would report, everything
+            included, or None where the memory runs out.
     """
 
-    def __init__(self, allocator_peak: Callable[[Memory, int, Partition], int | None]):
+    def __init__(self, allocator_peak: AllocatorPeak):
         self._allocator_peak = allocator_peak
         self._known: collections.deque[Partition] = collections.deque(maxlen=_MOST_KNOWN)
         self._ran_out = False
@@ -70,10 +75,14 @@ class Placer:
             return Placement((), self._worst(memory, (), budget_bytes + 1))
         best = Placement((), NEVER)
         until_s = time.perf_counter() + _LIMIT_S
+        sketch = _sketch(memory)
+        missing_bytes = _most_in_use(memory) - _most_in_use(sketch)
         for partition in self._partitions(memory, first):
-            peak = self._worst(memory, partition, best.peak_bytes)
-            if peak < best.peak_bytes:
-                best = Placement(partition, peak)
+            peak = self._worst(sketch, partition, best.peak_bytes - missing_bytes)
+            if peak + missing_bytes < best.peak_bytes:
+                peak = self._worst(memory, partition, best.peak_bytes)
+                if peak < best.peak_bytes:
+                    best = Placement(partition, peak)
             if best.peak_bytes <= budget_bytes:
                 self.remember(best.partition)
                 break
@@ -85,15 +94,8 @@ class Placer:
 
     def _worst(self, memory: Memory, partition: Partition, enough: int) -> int:
         """Highest peak over the states of the allocator, or over some if that is no better than `enough`."""
-        worst = 0
-        for disturbance in range(DISTURBANCES):
-            peak = self._allocator_peak(memory, disturbance, partition)
-            if peak is None:
-                return NEVER
-            worst = max(worst, peak)
-            if worst >= enough:
-                break
-        return worst
+        peak = self._allocator_peak(memory, partition, STATES, enough)
+        return NEVER if peak is None else peak
 
     def remember(self, partition: Partition) -> None:
         """Tries a partition first from now on."""
@@ -112,20 +114,35 @@ class Placer:
                 yield partition
 
 
+def _sketch(memory: Memory) -> Memory:
+    """The same without small tensors: most events of a step are theirs, and each takes as long as a large one's."""
+    large = memory.large_events(int(_SMALL * memory.peak_bytes))
+    return dataclasses.replace(
+        memory,
+        event_buffer=memory.event_buffer[large],
+        event_bytes=memory.event_bytes[large],
+        event_step=memory.event_step[large],
+    )
+
+
+def _most_in_use(memory: Memory) -> int:
+    """Of what is asked of the allocator."""
+    return int(memory.counted_bytes(0).max(initial=0))
+
+
 def _drawn(memory: Memory) -> Iterator[Partition]:
-    """Partitions of parts as large as tensors, random ones and equal parts in turn."""
+    """Partitions of parts as large as tensors."""
     nbytes = memory.event_bytes[memory.event_bytes > _LARGE * memory.peak_bytes]
     sizes, counts = np.unique(nbytes, return_counts=True)
     sizes = sizes[np.argsort(-sizes * counts)][:_MOST_SIZES]
     if not len(sizes):
         return
     rng = np.random.default_rng(0)
-    equal = [(size,) * count for size in sizes.tolist() for count in range(1, int(memory.peak_bytes // size) + 1)]
-    rng.shuffle(equal)
-    for k in range(_TRIES):
-        if k % 2 and equal:
-            yield equal.pop()
-        else:
+    equal = ((size,) * round(share * memory.peak_bytes / size) for share in _FILLED for size in sizes.tolist())
+    for k in range(1, 1 + _TRIES):
+        partition = next(equal, ()) if k % _EQUAL_PARTS else ()
+        if not partition:
             parts = rng.choice(sizes, MOST_PARTS)
             end = rng.uniform(0.2, 1.0) * memory.peak_bytes
-            yield tuple(parts[: 1 + np.searchsorted(np.cumsum(parts), end)].tolist())
+            partition = tuple(parts[: 1 + np.searchsorted(np.cumsum(parts), end)].tolist())
+        yield partition

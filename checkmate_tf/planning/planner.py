@@ -24,7 +24,7 @@ from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planning.archive import Entry
 from checkmate_tf.planning.candidate import NEVER, Candidate, cheapest
-from checkmate_tf.planning.partition import Partition, Placement, Placer
+from checkmate_tf.planning.partition import AllocatorPeak, Placement, Placer
 from checkmate_tf.planning.search import MOST_NEIGHBOURS, Order, Search
 from checkmate_tf.solvers.base import Clock
 
@@ -66,7 +66,7 @@ class Planner:
         costs: Costs,
         *,
         base_bytes: int,
-        allocator_peak: Callable[[Memory, int, Partition], int | None],
+        allocator_peak: AllocatorPeak,
         uncounted_below_bytes: int = 0,
         strategy: str = "auto",
         archive_dir: str | None = None,
@@ -260,7 +260,7 @@ class Planner:
         candidate = self.placed(candidate, budget_bytes)
         if candidate.peak_bytes > budget_bytes:
             return None
-        peak = self._allocator_peak(candidate.memory, 0, candidate.partition)
+        peak = self._allocator_peak(candidate.memory, candidate.partition)
         if peak is None or peak > budget_bytes:
             return None
         validate(
@@ -401,7 +401,7 @@ class Planner:
     def _simulated(self, op_graph: OpGraph, costs: Costs, ops: Sequence[int]) -> Candidate:
         plan = compile_plan(op_graph, ops)
         memory = simulate(op_graph, plan, costs.workspace_bytes)
-        peak = self._allocator_peak(memory, 0, ())
+        peak = self._allocator_peak(memory)
         return Candidate(
             op_graph=op_graph,
             costs=costs,

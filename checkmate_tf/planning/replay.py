@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.order import permute
 from checkmate_tf.core.plan import compile_plan
-from checkmate_tf.core.simulate import Memory, simulate
+from checkmate_tf.core.simulate import simulate
 from checkmate_tf.core.validate import validate
 from checkmate_tf.planning.candidate import Candidate
-from checkmate_tf.planning.partition import Partition, Placer
+from checkmate_tf.planning.partition import AllocatorPeak, Placer
 
 
 def replay(
@@ -21,7 +20,7 @@ def replay(
     budget_bytes: int,
     *,
     base_bytes: int,
-    allocator_peak: Callable[[Memory, int, Partition], int | None],
+    allocator_peak: AllocatorPeak,
     uncounted_below_bytes: int = 0,
 ) -> Candidate | None:
     """The same ops in the same order, if that keeps the budget in every state of the allocator.
@@ -50,7 +49,7 @@ def replay(
     placement = Placer(allocator_peak).place(memory, budget_bytes, base_bytes + memory.peak_bytes)
     if placement.peak_bytes > budget_bytes:
         return None
-    peak_bytes = allocator_peak(memory, 0, placement.partition)  # as memory is now
+    peak_bytes = allocator_peak(memory, placement.partition)  # as memory is now
     if peak_bytes is None:
         return None
     validate(ordered, plan, memory, budget_bytes - base_bytes, uncounted_below_bytes=uncounted_below_bytes)

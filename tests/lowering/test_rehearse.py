@@ -21,6 +21,7 @@ import json
 import numpy as np
 import tensorflow as tf
 from checkmate_tf.core import allocator
+from checkmate_tf.core.simulate import Memory
 from checkmate_tf.errors import CheckmateError, GraphError
 from checkmate_tf.lowering import memory_trace, rehearse
 
@@ -42,6 +43,10 @@ def random_events(seed, smallest, largest, most, count=1500):
     buffer += list(live)
     nbytes += [-1] * len(live)
     return np.array(buffer), np.array(nbytes)
+
+def memory_of(buffer, nbytes):
+    in_use = np.cumsum(nbytes)
+    return Memory(in_use, in_use, np.array(buffer), np.array(nbytes), np.arange(len(buffer)))
 
 def report(**values):
     print("RESULT " + json.dumps(values))
@@ -258,37 +263,38 @@ def test_scattered_variables_are_gathered_so_that_tensors_count_as_what_they_are
 
 
 SPLIT = """
-from types import SimpleNamespace
 from checkmate_tf.lowering import device, dividers
 from checkmate_tf.lowering.arena import make_room
 MIB = 1 << 20
 make_room("CPU:0", 600 * MIB, [])
 held = [rehearse.empty(2 * MIB), rehearse.empty(MIB)]
 del held[0]  # a free chunk that a small block would take
-memory = SimpleNamespace(
-    peak_bytes=50 * MIB, event_buffer=np.array([0, 1, 0, 1]), event_bytes=np.array([20 * MIB, 30 * MIB, -1, -1])
-)
+memory = memory_of([0, 1, 0, 1], [20 * MIB, 30 * MIB, -20 * MIB, -30 * MIB])
 before = device.in_use_bytes("CPU:0")
 partitions = (), (25 * MIB,), (85 * MIB,), (85 * MIB, 2 * MIB)
-peaks = [dividers.allocator_peak(memory, "CPU:0", (), partition) - before for partition in partitions]
-report(peaks=[peak / MIB for peak in peaks], left=device.in_use_bytes("CPU:0") - before)
+peaks = [dividers.allocator_peak(memory, "CPU:0", partition) - before for partition in partitions]
+def in_states(*more):
+    return (dividers.allocator_peak(memory, "CPU:0", (25 * MIB,), *more) - before) / MIB
+taken, free = (25 * MIB,), ()  # what lies in the part of 25 MiB
+states = [in_states([taken]), in_states([free]), in_states([taken, free]), in_states([taken, free], before + 1)]
+report(peaks=[peak / MIB for peak in peaks], states=states, left=device.in_use_bytes("CPU:0") - before)
 """
 
 
 def test_dividers_count_and_make_requests_take_chunks_whole():
     found = run(SPLIT, ONEDNN)
     assert found["peaks"] == [50, 55.25, 50.25, 50.5]  # 20 MiB take the 25 that are left below the first divider
+    assert found["states"] == [50.25, 55.25, 55.25, 50.25]  # the highest, but no more runs once it is enough
     assert found["left"] == 0
 
 
 TOO_FAR = """
-from types import SimpleNamespace
 from checkmate_tf.lowering import device, dividers
 MIB = 1 << 20
 rehearse.reserve(100 * MIB)
-memory = SimpleNamespace(peak_bytes=20 * MIB, event_buffer=np.array([0, 0]), event_bytes=np.array([20 * MIB, -1]))
+memory = memory_of([0, 0], [20 * MIB, -20 * MIB])
 before = device.in_use_bytes("CPU:0")
-report(peak=dividers.allocator_peak(memory, "CPU:0", (), (850 * MIB,)) - before)
+report(peak=dividers.allocator_peak(memory, "CPU:0", (850 * MIB,)) - before)
 """
 
 
@@ -316,16 +322,28 @@ def test_a_part_without_room_behind_it_gets_no_divider_and_the_next_one_does():
     assert found["seconds"] < 5  # the allocator waits for 10 before it gives up
 
 
+AMONG_SMALL_GAPS = """
+from checkmate_tf.lowering import dividers
+MIB = 1 << 20
+rehearse.reserve(200 * MIB)
+small = [rehearse.empty(1 << 10) for _ in range(400)]
+del small[::2]
+report(placed=len(dividers.divide((20 * MIB,) * 4, "CPU:0")))
+"""
+
+
+def test_dividers_are_too_large_for_the_gaps_between_small_tensors():
+    """Where the allocator counts small tensors, dividers of its smallest size filled those gaps: none was placed."""
+    assert run(AMONG_SMALL_GAPS, PLAIN_BFC)["placed"] == 4
+
+
 BEYOND_THE_LIMIT = """
 import time
-from types import SimpleNamespace
 from checkmate_tf.lowering import device, dividers
 MIB = 1 << 20
 rehearse.reserve(100 * MIB)
 limit = device.limit_bytes("CPU:0")
-memory = SimpleNamespace(
-    peak_bytes=limit, event_buffer=np.array([0, 0]), event_bytes=np.array([limit, -1])
-)
+memory = memory_of([0, 0], [limit, -limit])
 held = rehearse.empty(MIB)
 start = time.perf_counter()
 peak = dividers.allocator_peak(memory, "CPU:0")
