@@ -134,7 +134,9 @@ def test_what_keras_refuses_is_one_message(stub, capsys, options, message):
         ("--batch-size 0", "at least 1"),
         ("--steps x", "invalid"),
         ("--data cats", "invalid choice"),
-        ("--time-limit nan", "at least 0"),
+        ("--time-limit nan", "above 0"),
+        ("--time-limit 0", "above 0"),
+        ("--strategy fastest", "invalid choice"),
         ("--wall-margin -1", "at least 0"),
     ],
 )

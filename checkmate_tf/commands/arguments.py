@@ -8,6 +8,7 @@ from pathlib import Path
 from checkmate_tf import budget as budgets
 from checkmate_tf.commands.settings import Settings
 from checkmate_tf.errors import BudgetError, OptionError
+from checkmate_tf.solvers import names
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +28,29 @@ def add_implementations(parser: argparse.ArgumentParser) -> None:
         default="exact",
         help="the model's own ops, leaner equivalents whose results differ by rounding, or Gist's lossless encodings "
         "(default: %(default)s)",
+    )
+
+
+def add_search(parser: argparse.ArgumentParser, time_limit_s: float, what: str) -> None:
+    """Declares how plans are sought, for at most so many seconds."""
+    parser.add_argument(
+        "--strategy",
+        choices=names(),
+        default="auto",
+        metavar="NAME",
+        help=f"how to plan: {', '.join(names())} (default: %(default)s)",
+    )
+    add_time_limit(parser, time_limit_s, what)
+
+
+def add_time_limit(parser: argparse.ArgumentParser, time_limit_s: float, what: str) -> None:
+    """Declares the seconds for some search."""
+    parser.add_argument(
+        "--time-limit",
+        type=seconds,
+        default=time_limit_s,
+        metavar="S",
+        help=f"seconds for {what} (default: {time_limit_s:g})",
     )
 
 
@@ -59,6 +83,14 @@ def positive(text: str) -> int:
     value = int(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"must be at least 1; got {value}")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A finite time above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0; got {text}")
     return value
 
 

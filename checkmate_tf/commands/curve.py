@@ -10,9 +10,9 @@ from checkmate_tf._files import write_atomically
 from checkmate_tf.commands.arguments import (
     add_implementations,
     add_model,
+    add_time_limit,
     budget,
     check_can_be_written,
-    not_negative,
     settings_of,
 )
 
@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="LIST",
         help='names with commas between, or "all"; see checkmate_tf.strategies() (default: auto)',
     )
-    add("--time-limit", type=not_negative, default=30.0, metavar="S", help="seconds for each point (default: 30)")
+    add_time_limit(parser, 30.0, "each point")
     add("--json", type=Path, metavar="FILE", help="keep the curve in this file, and go on from it")
     add("--csv", type=Path, metavar="OUT", help="also write the records to this file")
     add("--plot", type=Path, metavar="OUT", help="also draw the curve: a .png, .svg or .pdf file")

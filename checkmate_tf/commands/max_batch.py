@@ -10,9 +10,9 @@ from checkmate_tf._files import write_atomically
 from checkmate_tf.commands.arguments import (
     add_implementations,
     add_model,
+    add_search,
     budget,
     check_can_be_written,
-    not_negative,
     settings_of,
 )
 
@@ -42,8 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add = parser.add_argument
     add("--budget", type=budget, default="auto", help="800MB, 4GiB, auto, or a part of the plain peak (default: auto)")
     add("--max-overhead", type=float, metavar="X", help="cap on planned / plain step time (default: one forward pass)")
-    add("--strategy", default="auto", help="how to plan; see checkmate_tf.strategies() (default: %(default)s)")
-    add("--time-limit", type=not_negative, default=30.0, metavar="S", help="seconds for each size (default: 30)")
+    add_search(parser, 30.0, "each size")
     add("--measure", action="store_true", help="also run some steps at the size that was found")
     add("--keep", type=Path, metavar="FILE", help="keep the sizes that were tried in this file, and go on from it")
     add("--json", type=Path, metavar="OUT", help="also write the result to this file")

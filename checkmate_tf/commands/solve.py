@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from checkmate_tf import budget as budgets
+from checkmate_tf.commands.arguments import add_search
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.graph_file import read_graph, write_sequence
 from checkmate_tf.core.opgraph import OpGraph
@@ -22,7 +23,7 @@ from checkmate_tf.core.problem import Options, Solution, Status, Stop
 from checkmate_tf.core.simulate import simulate
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import BudgetError, InvalidPlan, OptionError
-from checkmate_tf.solvers import create, names
+from checkmate_tf.solvers import create
 
 _FOUND, _INFEASIBLE, _NOT_FOUND = 0, 3, 4
 _TICK_S = 0.2
@@ -54,8 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     budget.add_argument(
         "--budget-fraction", type=float, metavar="PART", help="of the peak of running every node once, in (0, 1]"
     )
-    add("--strategy", default="auto", help=f"{', '.join(names())} (default: %(default)s)")
-    add("--time-limit", type=_seconds, default=60.0, metavar="S", help="seconds (default: 60)")
+    add_search(parser, 60.0, "the search")
     add("--seed", type=int, default=0, help="of the search (default: %(default)s)")
     add("--out", type=Path, metavar="SEQUENCE.json", help="write the order of execution, as node indices, to this file")
     add("--plot", type=Path, metavar="OUT", help="draw cost and bound over time: a .png, .svg or .pdf file")
@@ -69,8 +69,6 @@ def run(args: argparse.Namespace) -> int:
         CheckmateError: The input cannot be used; the message says why.
         OSError: A file cannot be read or written.
     """
-    if args.strategy not in names():
-        raise OptionError(f"strategy must be one of {', '.join(names())}; got {args.strategy!r}.")
     if args.seed < 0:
         raise OptionError(f"seed must not be negative; got {args.seed}.")
     for name, path in (("out", args.out), ("plot", args.plot)):
@@ -207,10 +205,3 @@ class _Line:
         if self._on:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text}")
-    return value

@@ -12,6 +12,7 @@ from checkmate_tf._files import write_atomically
 from checkmate_tf.commands.arguments import (
     add_implementations,
     add_model,
+    add_search,
     budget,
     check_can_be_written,
     not_negative,
@@ -54,9 +55,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--budget", type=budget, default=0.5, help="0.5 (of the plain peak), 800MB, 4GiB or auto (default: 0.5)")
     add("--steps", type=positive, default=10, metavar="N", help="measured steps, after 2 of warm-up (default: 10)")
     add("--data", choices=sorted(sample_data.CLASSES), default="photographs", help="images (default: %(default)s)")
-    add("--strategy", default="auto", help="how to plan; see checkmate_tf.strategies() (default: %(default)s)")
+    add_search(parser, 60.0, "the solver")
     add_implementations(parser)
-    add("--time-limit", type=not_negative, default=60.0, metavar="S", help="seconds for the solver (default: 60)")
     add("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
     add("--wall", action="store_true", help="run both at a hard allocator limit just above the budget")
     add(

@@ -13,6 +13,7 @@ from keras_models import BATCH, compiled, images, sequential
 import checkmate_tf
 from checkmate_tf.errors import NoScheduleFound
 from checkmate_tf.keras.train_step import planned_training
+from checkmate_tf.lowering import device as devices
 from checkmate_tf.planning.planner import Planner
 
 
@@ -29,6 +30,35 @@ def test_a_plan_that_no_longer_keeps_its_budget_is_not_run(options, monkeypatch)
     assert planned_training(model) is None
     for one in (plain, model):
         one.train_on_batch(x, y)
+    assert_same_state(plain, model)
+
+
+def test_a_step_above_its_budget_is_planned_again_with_that_much_less(options, monkeypatch):
+    plain, model = compiled(sequential(depth=2, dropout=0)), compiled(sequential(depth=2, dropout=0))
+    plain.set_weights(model.get_weights())
+    x, y = images(BATCH)
+    checkmate_tf.compile(model, 0.9, **options)
+    model.train_on_batch(x, y)
+    before = checkmate_tf.report(model)
+    assert before.notes == ()
+    unforeseen = before.budget_bytes - before.predicted_peak_bytes + 1000
+    true, asked = devices.peak_bytes, []
+
+    def too_much_once(device):
+        """The second question is the one after the step."""
+        asked.append(device)
+        return before.predicted_peak_bytes + unforeseen if len(asked) == 2 else true(device)
+
+    monkeypatch.setattr(devices, "peak_bytes", too_much_once)
+    for _ in range(2):
+        model.train_on_batch(x, y)
+    report = checkmate_tf.report(model)
+    assert report.notes[0] == (
+        f"a step took {before.budget_bytes + 1000:,} bytes, {unforeseen:,} more than predicted; planned again."
+    )
+    assert report.predicted_peak_bytes <= before.budget_bytes - unforeseen
+    for _ in range(3):
+        plain.train_on_batch(x, y)
     assert_same_state(plain, model)
 
 
