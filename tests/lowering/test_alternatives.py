@@ -145,14 +145,18 @@ def test_a_relu_from_a_mask_does_not_hold_its_output(relu, follow):
 
 
 def relus_without_masks():
-    yield "a convolution's gradient reads the output", masked(layers.ReLU(), layers.Conv2D(3, 2))
-    yield "a product's gradient reads it", masked(layers.ReLU(), lambda y: layers.Multiply()([y, y]))
-    yield "float64", masked(layers.ReLU(dtype="float64"), layers.AveragePooling2D(2, dtype="float64"), "float64")
-    yield "only pooling follows", masked(layers.ReLU(), layers.MaxPooling2D())
+    for most in (None, 6.0):
+        yield "a convolution's gradient reads the output", masked(layers.ReLU(most), layers.Conv2D(3, 2))
+        yield "a product's gradient reads it", masked(layers.ReLU(most), lambda y: layers.Multiply()([y, y]))
+        average = layers.AveragePooling2D(2, dtype="float64")
+        yield "float64", masked(layers.ReLU(most, dtype="float64"), average, "float64")
+        yield "only pooling follows", masked(layers.ReLU(most), layers.MaxPooling2D())
+        frozen = masked(layers.ReLU(most), layers.AveragePooling2D(2))
+        frozen.layers[1].trainable = False
+        yield "without a gradient", frozen
     yield "another activation", masked(layers.LeakyReLU(), layers.AveragePooling2D(2))
-    frozen = masked(layers.ReLU(), layers.AveragePooling2D(2))
-    frozen.layers[1].trainable = False
-    yield "without a gradient", frozen
+    yield "another slope", masked(layers.ReLU(negative_slope=0.1), layers.AveragePooling2D(2))
+    yield "another threshold", masked(layers.ReLU(threshold=0.5), layers.AveragePooling2D(2))
 
 
 @pytest.mark.parametrize(("why", "model"), list(relus_without_masks()), ids=name_of)

@@ -14,8 +14,10 @@ from rule_training import Training, model_of, name_of
 from rule_variants import LAYER_VARIANTS, spec
 from tiny_steps import numbers
 
+from checkmate_tf.lowering import trace as tracing
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, RULES
+from checkmate_tf.lowering.implementations.rewrite import rewrite
 from checkmate_tf.lowering.implementations.rule import Variant
 from checkmate_tf.lowering.rebuild import as_function, call_unoptimized
 from checkmate_tf.lowering.trace import trace
@@ -274,6 +276,41 @@ def test_layer_norm_and_gelu_stay_in_other_forms():
         dtype = stack[-1].dtype_policy.name
         training = Training(model_of(*stack, layers.Dense(2, dtype=dtype), shape=(6, 8), dtype=dtype), numbers(4, 6, 8))
         assert training.fired() == []
+
+
+def test_layer_norm_stays_where_its_inner_values_are_used():
+    scale, offset = (tf.Variable(numbers(1, 3)) for _ in range(2))
+
+    def fired(used):
+        def run(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                mean, variance = keras.ops.moments(x, [-1], keepdims=True)
+                inverse = keras.ops.rsqrt(variance + 1e-3) * scale
+                y = x * inverse + (-mean * inverse + offset)
+                loss = tf.reduce_sum(tf.sin(y)) + (tf.reduce_sum(tf.sin(inverse)) if used else 0.0)
+            gradients = tape.gradient(loss, [scale, offset, x])
+            scale.assign_sub(gradients[0])
+            return gradients
+
+        return [f.rule for f in trace(run, tf.TensorSpec([8, 3]), rules=[FUSED["layer_norm"]]).fired]
+
+    assert fired(used=False) == ["layer_norm"]
+    assert fired(used=True) == []
+
+
+def test_rules_for_the_kernels_of_a_cpu_do_not_fire_elsewhere(monkeypatch):
+    stack = [layers.Conv2D(4, 1, use_bias=False), layers.BatchNormalization(), layers.MaxPooling2D(), layers.Dense(2)]
+    training = Training(model_of(*stack, shape=(8, 8, 3)), numbers(2, 8, 8, 3))
+    here = training.fused()
+    assert {row.rule for row in here.fired} == {"batch_norm", "pointwise_filter_gradient"}
+    assert {row.rule for row in here.offered} == {"pooling_by_places"}
+    monkeypatch.setattr(
+        tracing, "rewrite", lambda *args, on_cpu, **options: rewrite(*args, on_cpu=not on_cpu, **options)
+    )
+    elsewhere = training.fused()
+    assert {row.rule for row in elsewhere.fired} == {"mean_gradient"}  # within the batch norm
+    assert not elsewhere.offered
 
 
 def test_padding_goes_into_convolutions():
