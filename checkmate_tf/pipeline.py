@@ -131,6 +131,7 @@ class ProfiledStep:
             uncounted_below_bytes=devices.uncounted_below_bytes(self.device),
             strategy=strategy,
             archive_dir=archive_dir,
+            rearrange=self.tidy,
         )
 
     def replay(

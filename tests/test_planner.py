@@ -344,6 +344,15 @@ def test_memory_is_divided_where_that_keeps_a_budget():
     assert smallest.peak_bytes < 1.03 * plans.tensor_peak(smallest)
 
 
+def test_the_smallest_budget_holds_wherever_lies_what_the_device_holds():
+    moves = []
+    plans = planner(lambda nbytes: nbytes + MIB * (len(moves) == 1), rearrange=lambda: moves.append(1))
+    smallest = plans.minimum()
+    assert len(moves) > 1
+    assert smallest.peak_bytes >= smallest.memory.peak_bytes + BASE + MIB
+    assert plans.plan(smallest.peak_bytes, time_limit_s=2).peak_bytes <= smallest.peak_bytes
+
+
 def test_a_plan_that_no_longer_keeps_the_budget_is_not_replaced_by_a_much_dearer_one_that_is_known():
     more = 0
     plans = planner(lambda nbytes: nbytes + more)

@@ -36,6 +36,7 @@ _AS_CHEAP = 1.01  # times the cost of a plan that was not confirmed: a known one
 _MINIMUM_LIMIT_S = 20.0
 _MINIMUM_MARGIN = 1.02
 _MOST_KEPT = 6  # small plans
+_ARRANGEMENTS = 3  # of what the device holds, in which they are tried
 _MINIMUM_SHARE = 0.5  # of the time for small plans, for the smallest; the rest goes to cheaper ones near it
 _NEAR_MINIMUM = (1.01, 1.04)  # times the smallest inner budget
 _NEAR_LIMIT_S, _NEAR_GAP = 3.0, 0.05
@@ -55,6 +56,7 @@ class Planner:
         uncounted_below_bytes: Smaller requests are in no statistics of the allocator.
         strategy: Name of the solver.
         archive_dir: Folder of the schedules that are kept for a later run, or None.
+        rearrange: Moves what the device holds, as compiling the step once more will.
 
     Attributes:
         needed_bytes: A lower bound on the peak of every plan, everything included: proven.
@@ -70,6 +72,7 @@ class Planner:
         uncounted_below_bytes: int = 0,
         strategy: str = "auto",
         archive_dir: str | None = None,
+        rearrange: Callable[[], None] = lambda: None,
     ):
         self._op_graph = op_graph
         self._costs = costs
@@ -78,6 +81,7 @@ class Planner:
         self._uncounted_below_bytes = uncounted_below_bytes
         self._placements: dict[tuple[Memory, int], Placement] = {}
         self._strategy = strategy
+        self._rearrange = rearrange
         self._base_bytes = base_bytes
         self.needed_bytes = base_bytes + working_set_bytes(op_graph)
         self.orders = []
@@ -294,13 +298,20 @@ class Planner:
     def minimum(self) -> Candidate:
         """The plan with the lowest allocator peak that was found, with a peak that `plan` can be held to.
 
-        Searches are limited in time, and the allocator's state changes, so a little is added.
+        Searches are limited in time, and what the device holds lies elsewhere when the step is planned next: the peak
+        is the highest over some arrangements, of the plan that suits each best, and a little more.
         """
-        self.forget_peaks()
-        placed = self._placed_small(self._small(_MINIMUM_LIMIT_S, own=False))
-        for candidate in placed[:_MOST_KEPT]:  # another state of the allocator may suit another one
+        candidates = self._small(_MINIMUM_LIMIT_S, own=False)
+        smallest = []
+        for _ in range(_ARRANGEMENTS):
+            self.forget_peaks()
+            placed = self._placed_small(candidates)
+            smallest.append(self._smallest(placed))
+            candidates = placed[:_MOST_KEPT]
+            self._rearrange()
+        for candidate in candidates:
             self._keep(candidate)
-        return self._smallest(placed)
+        return max(smallest, key=_peak)
 
     def _placed_small(self, small: list[Candidate]) -> list[Candidate]:
         """Those with the smallest tensors, in memory divided for each, the lowest peak first."""
