@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from itertools import zip_longest
 
 import keras
 import numpy as np
@@ -122,12 +121,11 @@ def main(cache_dir: str) -> None:
 def compare(case, floatx: str, cache_dir: str) -> dict:
     """Trains one case three times."""
     options = {"time_limit_s": 1.5, "cache_dir": cache_dir, "verbose": False}
-    start = [value for _, value in values(started(case))]  # slots and losses come behind these, and later
-    plain, _ = train(case, floatx)
-    kept, _ = train(case, floatx, HUGE_BYTES, strategy="checkpoint_all", **options)
+    plain, _, _ = train(case, floatx)
+    kept, _, _ = train(case, floatx, HUGE_BYTES, strategy="checkpoint_all", **options)
     for fraction in FRACTIONS:
         try:
-            tight, report = train(case, floatx, fraction, **options)
+            tight, moved, report = train(case, floatx, fraction, **options)
             break
         except CheckmateError as error:
             last = str(error)
@@ -138,7 +136,7 @@ def compare(case, floatx: str, cache_dir: str) -> dict:
         "from_plain": [distance(a, b) for (_, a), (_, b) in zip(plain, tight, strict=True)],
         "digests": [digest(value) for _, value in tight],
         "kept_digests": [digest(value) for _, value in kept],
-        "moved": [before is None or bool(np.any(value != before)) for (_, value), before in zip_longest(tight, start)],
+        "moved": moved,
         "recomputed": dict(report.recomputed),
         "budget_bytes": report.budget_bytes,
         "predicted_peak_bytes": report.predicted_peak_bytes,
@@ -147,8 +145,10 @@ def compare(case, floatx: str, cache_dir: str) -> dict:
 
 
 def train(case, floatx: str, budget=None, **options):
-    """Five steps from the same start; returns what they changed, with names, and the report."""
-    model = started(case)
+    """Five steps from the same start; returns what they may change, with names, whether each did, and the report."""
+    keras.utils.set_random_seed(5)
+    model = case()
+    start = {id(variable): variable.numpy() for variable in model.variables}
     if budget is not None:
         checkmate_tf.compile(model, budget, **options)
     random = np.random.default_rng(0)
@@ -158,19 +158,11 @@ def train(case, floatx: str, budget=None, **options):
         y = random.integers(0, 5, BATCH)
         targets = [y, x.mean(axis=(1, 2, 3))[:, None]] if case is shared_two_outputs else y
         losses.append(model.train_on_batch(x, targets))
+    variables = [*model.variables, *model.optimizer.variables]
+    values = [(variable.path, variable.numpy()) for variable in variables]
+    moved = [bool(np.any(variable.numpy() != start.get(id(variable), 0))) for variable in variables]
     report = checkmate_tf.report(model) if budget is not None else None
-    return [*values(model), ("losses", np.array(losses))], report
-
-
-def started(case):
-    """A case's model, always with the same weights."""
-    keras.utils.set_random_seed(5)
-    return case()
-
-
-def values(model) -> list[tuple[str, np.ndarray]]:
-    """What training changes, with names."""
-    return [(variable.path, variable.numpy()) for variable in [*model.variables, *model.optimizer.variables]]
+    return [*values, ("losses", np.array(losses))], [*moved, True], report
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:
