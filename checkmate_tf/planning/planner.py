@@ -303,12 +303,13 @@ class Planner:
         """
         candidates = self._small(_MINIMUM_LIMIT_S, own=False)
         smallest = []
-        for _ in range(_ARRANGEMENTS):
+        for arrangement in range(_ARRANGEMENTS):
+            if arrangement:
+                self._rearrange()
             self.forget_peaks()
             placed = self._placed_small(candidates)
             smallest.append(self._smallest(placed))
             candidates = placed[:_MOST_KEPT]
-            self._rearrange()
         for candidate in candidates:
             self._keep(candidate)
         return max(smallest, key=_peak)

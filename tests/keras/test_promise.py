@@ -16,8 +16,6 @@ from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.lowering import device as devices
 from checkmate_tf.planning.planner import Planner
 
-WHERE_MEMORY_LIES = 1.02  # of a peak: one step's can differ so much, as its tensors find other chunks
-
 
 def test_a_plan_that_no_longer_keeps_its_budget_is_not_run(options, monkeypatch):
     """What else uses the device may have changed since the model was planned."""
@@ -33,6 +31,22 @@ def test_a_plan_that_no_longer_keeps_its_budget_is_not_run(options, monkeypatch)
     for one in (plain, model):
         one.train_on_batch(x, y)
     assert_same_state(plain, model)
+
+
+@pytest.mark.parametrize("kind", [layers.GRU, layers.LSTM])
+def test_a_loop_over_time_keeps_its_budget(kind, options):
+    """Its lists hold most of the step; they were left out of the promise."""
+    batch, length, units = 256, 24, 128
+    stack = [keras.Input((length, 8)), kind(units, return_sequences=True), layers.GlobalAveragePooling1D()]
+    model = compiled(keras.Sequential([*stack, layers.Dense(5)]))
+    random = np.random.default_rng(0)
+    checkmate_tf.compile(model, 1.0, **options)
+    for _ in range(2):
+        model.train_on_batch(random.normal(size=(batch, length, 8)), random.integers(0, 5, batch))
+    report = checkmate_tf.report(model)
+    assert report.notes == ()
+    assert report.measured_peak_bytes > length * batch * units * 8
+    assert report.measured_peak_bytes <= report.budget_bytes
 
 
 def test_a_step_above_its_budget_is_planned_again_with_that_much_less(options, monkeypatch):
@@ -62,22 +76,3 @@ def test_a_step_above_its_budget_is_planned_again_with_that_much_less(options, m
     for _ in range(3):
         plain.train_on_batch(x, y)
     assert_same_state(plain, model)
-
-
-@pytest.mark.parametrize("kind", [layers.GRU, layers.LSTM])
-def test_a_loop_over_time_keeps_its_budget(kind, options):
-    """Its lists hold most of the step; they were left out of the promise."""
-    batch, length, units = 256, 24, 128
-    stack = [keras.Input((length, 8)), kind(units, return_sequences=True), layers.GlobalAveragePooling1D()]
-    model = compiled(keras.Sequential([*stack, layers.Dense(5)]))
-    random = np.random.default_rng(0)
-    spec = tf.TensorSpec((batch, length, 8), tf.float64), tf.TensorSpec((batch,), tf.int64)
-    how = {name: options[name] for name in ("time_limit_s", "cache_dir", "verbose")}
-    curve = checkmate_tf.tradeoff_curve(model, spec, budgets=[1.0], **how)
-    checkmate_tf.compile(model, round(WHERE_MEMORY_LIES * curve.plain_peak_bytes), **options)
-    for _ in range(2):
-        model.train_on_batch(random.normal(size=(batch, length, 8)), random.integers(0, 5, batch))
-    report = checkmate_tf.report(model)
-    assert report.notes == ()
-    assert report.measured_peak_bytes > length * batch * units * 8
-    assert report.measured_peak_bytes <= report.budget_bytes
