@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import keras
-import numpy as np
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
 import pytest
 import tensorflow as tf
 from conftest import assert_same_state
-from keras import layers
 from keras_models import BATCH, compiled, images, sequential
 
 import checkmate_tf
@@ -15,6 +18,8 @@ from checkmate_tf.errors import NoScheduleFound
 from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.lowering import device as devices
 from checkmate_tf.planning.planner import Planner
+
+HERE = pathlib.Path(__file__).parent
 
 
 def test_a_plan_that_no_longer_keeps_its_budget_is_not_run(options, monkeypatch):
@@ -33,20 +38,22 @@ def test_a_plan_that_no_longer_keeps_its_budget_is_not_run(options, monkeypatch)
     assert_same_state(plain, model)
 
 
-@pytest.mark.parametrize("kind", [layers.GRU, layers.LSTM])
-def test_a_loop_over_time_keeps_its_budget(kind, options):
-    """Its lists hold most of the step; they were left out of the promise."""
+@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
+def test_a_loop_over_time_keeps_its_budget(kind, tmp_path):
+    """Its lists hold most of the step; they were left out of the promise.
+
+    In a process of its own: nearly all of the step is one op, so its plans have little room below plain Keras's peak,
+    and where other models have left memory in pieces they may have none.
+    """
     batch, length, units = 256, 24, 128
-    stack = [keras.Input((length, 8)), kind(units, return_sequences=True), layers.GlobalAveragePooling1D()]
-    model = compiled(keras.Sequential([*stack, layers.Dense(5)]))
-    random = np.random.default_rng(0)
-    checkmate_tf.compile(model, 1.0, **options)
-    for _ in range(2):
-        model.train_on_batch(random.normal(size=(batch, length, 8)), random.integers(0, 5, batch))
-    report = checkmate_tf.report(model)
-    assert report.notes == ()
-    assert report.measured_peak_bytes > length * batch * units * 8
-    assert report.measured_peak_bytes <= report.budget_bytes
+    command = [sys.executable, str(HERE / "loop_worker.py"), kind, str(batch), str(length), str(units), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    said = json.loads(ran.stdout.splitlines()[-1])
+    assert said["notes"] == []
+    assert said["measured"] > length * batch * units * 8
+    assert said["measured"] <= said["budget"]
 
 
 def test_a_step_above_its_budget_is_planned_again_with_that_much_less(options, monkeypatch):
