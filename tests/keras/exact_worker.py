@@ -16,11 +16,12 @@ from keras import layers
 from keras_models import compiled, crossentropy
 
 import checkmate_tf
-from checkmate_tf.errors import CheckmateError
+from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 
 STEPS, SIZE, BATCH = 5, 32, 32
 HUGE_BYTES = 1 << 33
-FRACTIONS = (0.6, 0.75, 0.9, 0.95)  # of the plain peak: the first that some schedule meets
+FIRST_BUDGET = 0.6  # of the plain peak
+TRIES = 8
 
 
 def conv_batch_norm():
@@ -123,14 +124,16 @@ def compare(case, floatx: str, cache_dir: str) -> dict:
     options = {"time_limit_s": 1.5, "cache_dir": cache_dir, "verbose": False}
     plain, _, _ = train(case, floatx)
     kept, _, _ = train(case, floatx, HUGE_BYTES, strategy="checkpoint_all", **options)
-    for fraction in FRACTIONS:
+    budget = FIRST_BUDGET
+    for k in range(TRIES):
         try:
-            tight, moved, report = train(case, floatx, fraction, **options)
+            tight, moved, report = train(case, floatx, budget, **options)
             break
-        except CheckmateError as error:
-            last = str(error)
+        except (InfeasibleBudget, NoScheduleFound) as error:
+            refusal = error
+            budget = int((1 + k / 100) * smallest_budget(error))
     else:
-        return {"error": last}
+        return {"error": str(refusal)}
     return {
         "names": [name for name, _ in plain],
         "from_plain": [distance(a, b) for (_, a), (_, b) in zip(plain, tight, strict=True)],
@@ -142,6 +145,11 @@ def compare(case, floatx: str, cache_dir: str) -> dict:
         "predicted_peak_bytes": report.predicted_peak_bytes,
         "measured_peak_bytes": report.measured_peak_bytes,
     }
+
+
+def smallest_budget(refusal: InfeasibleBudget | NoScheduleFound) -> int:
+    """The one that it names, bytes."""
+    return refusal.minimum_bytes if isinstance(refusal, InfeasibleBudget) else refusal.best_peak_bytes
 
 
 def train(case, floatx: str, budget=None, **options):
