@@ -247,7 +247,8 @@ class ProfiledStep:
                 time_limit_s=limit_s,
                 on_progress=lambda seconds, *_: self.settings.progress("solve", min(1.0, seconds / limit_s)),
             )
-        step = self.form(candidate.chosen)
+            step = self.form(candidate.chosen)
+            candidate = step.planner.forked(candidate, budget_bytes)
         return PlannedStep(step, budget_bytes, candidate, step.build(candidate))
 
     def joint(self, planner_of: Callable[[ProfiledStep], Planner] | None = None) -> JointPlanner:
@@ -283,7 +284,7 @@ class ProfiledStep:
     def build(self, candidate: Candidate):
         """The function that runs a plan."""
         with self.phase("rebuild"):
-            return rebuild(self.traced, candidate.op_graph, candidate.plan)
+            return rebuild(self.traced, candidate.op_graph, candidate.plan, candidate.forks)
 
 
 class _Phase:
@@ -338,7 +339,7 @@ class PlannedStep:
             devices.reset_peak(self._profiled.device)
         before_bytes = max(self.budget_bytes, devices.peak_bytes(self._profiled.device))
         start = time.perf_counter()
-        results = call_unoptimized(self._function, feeds + self._captured)
+        results = call_unoptimized(self._function, feeds + self._captured, in_lanes=bool(self.candidate.forks))
         if measuring and results:
             results[0].numpy()  # waits for a device that runs asynchronously
         seconds = time.perf_counter() - start
@@ -365,8 +366,10 @@ class PlannedStep:
                 other = self._other_plan()
             if other is None:
                 raise self._profiled.planner.not_found(self.budget_bytes)
-            self._build(other)
-            found = self._plan_for_now() or other  # what its function holds has moved memory once more
+            found = other
+        if not found.runs_as(self.candidate):
+            self._build(found)
+            found = self._plan_for_now() or found  # what its function holds has moved memory once more
         self._use(found)
         self._confirmed = True
 
@@ -374,7 +377,8 @@ class PlannedStep:
         """The plan with the peak that it has from where memory stands now, or None if that is above the budget."""
         planner = self._profiled.planner
         planner.forget_peaks()
-        return planner.confirmed(self.candidate, self.budget_bytes)
+        found = planner.confirmed(self.candidate, self.budget_bytes)
+        return None if found is None else planner.forked(found, self.budget_bytes)
 
     def _other_plan(self) -> Candidate | None:
         """A plan in place of one that memory, as it lies now, holds no longer: sought at leisure if not found soon."""
@@ -397,7 +401,7 @@ class PlannedStep:
         if found is None:
             self._note("no plan keeps the budget with what was measured; the last one stays.")
         self._replans = self._MOST_REPLANS if found is None else self._replans + 1
-        self._use(found or self.candidate)
+        self._use(self.candidate if found is None else planner.forked(found, target_bytes))
         self._peaks.clear()
         self._seconds.clear()
         devices.reset_peak(self._profiled.device)
@@ -408,7 +412,7 @@ class PlannedStep:
         self._dividers = self._profiled.divide(candidate.partition)
 
     def _build(self, candidate: Candidate) -> None:
-        if candidate.plan is not self.candidate.plan:
+        if not candidate.runs_as(self.candidate):
             self._function = self._profiled.build(candidate)
         self.candidate = candidate
 

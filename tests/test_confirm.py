@@ -12,7 +12,13 @@ from checkmate_tf.pipeline import PlannedStep
 
 
 def plan(seconds: float) -> SimpleNamespace:
-    return SimpleNamespace(plan=object(), time_s=seconds, partition=())
+    return placed(object(), seconds, ())
+
+
+def placed(what: object, seconds: float, partition: tuple[int, ...]) -> SimpleNamespace:
+    """A candidate that another one runs as if both are of the same plan."""
+    runs_as = lambda other: other.plan is what  # noqa: E731
+    return SimpleNamespace(plan=what, time_s=seconds, partition=partition, forks=(), runs_as=runs_as)
 
 
 def stubbed(soon, later, *, confirmed=lambda _: None):
@@ -25,6 +31,7 @@ def stubbed(soon, later, *, confirmed=lambda _: None):
     planner = SimpleNamespace(
         forget_peaks=lambda: None,
         confirmed=lambda candidate, _: confirmed(candidate),
+        forked=lambda candidate, _: candidate,
         replacement=answer("soon", soon),
         search=answer("later", later),
         not_found=lambda _: NoScheduleFound("none"),
@@ -59,8 +66,8 @@ def test_a_plan_is_replaced_soon_and_by_a_whole_search_only_where_that_costs_tim
 
 
 def test_what_replaces_a_plan_is_looked_at_again_once_it_is_built():
-    other, moved = plan(1.0), SimpleNamespace(time_s=1.0, partition=(7,))
-    moved.plan = other.plan
+    other = plan(1.0)
+    moved = placed(other.plan, 1.0, (7,))
     step, _ = stubbed(other, None, confirmed=lambda candidate: moved if candidate is other else None)
     step.confirm()
     assert step.candidate is moved

@@ -45,6 +45,8 @@ UNCOUNTED = 0
 
 _ADDRESS_BITS = 44  # of an address in units: 52 bits of bytes
 _ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
+_UNLIMITED_BYTES = 1 << 44
+_DIVIDER = 1 / 512  # of its part
 _FIRST_BASE_UNITS = 1 << 36  # made-up addresses start in the middle, so that there is room on both sides
 
 
@@ -273,6 +275,10 @@ class BfcAllocator:
             start, size = before, size + length
         self._add_free(start, size)
 
+    def holds_the_same(self, other: BfcAllocator) -> bool:
+        """Whether the same chunks are in use and free here as there, and for the same buffers of `play`."""
+        return self._used == other._used and self._owned == other._owned and self._free == other._free
+
     def chunk_bytes(self, address: int) -> int:
         """Size of the chunk in use that begins at `address`; 0 for `UNCOUNTED`.
 
@@ -371,6 +377,35 @@ class BfcAllocator:
             if not grown:
                 following *= 2
         return following
+
+
+def divided(partition: Sequence[int], uncounted_below_bytes: int = 0) -> BfcAllocator:
+    """An allocator with one region, its start divided by small blocks.
+
+    Args:
+        partition: Sizes in bytes of the parts in front of each divider.
+        uncounted_below_bytes: As in `AllocatorConfig`.
+    """
+    config = AllocatorConfig(
+        limit_bytes=_UNLIMITED_BYTES, uncounted_below_bytes=uncounted_below_bytes, allow_growth=False
+    )
+    allocator = BfcAllocator(config)
+    parts = []
+    for size in partition:
+        parts.append(allocator.allocate(size))
+        allocator.allocate(divider_bytes(size, uncounted_below_bytes))
+    for part in parts:
+        allocator.free(part)
+    allocator.reset_peak()
+    return allocator
+
+
+def divider_bytes(part_bytes: int, uncounted_below_bytes: int) -> int:
+    """Size of the block behind a part of divided memory.
+
+    A smaller one would not be counted, or would fall into one of the many gaps that small tensors leave.
+    """
+    return max(1, uncounted_below_bytes, int(_DIVIDER * part_bytes))
 
 
 def play(allocator: BfcAllocator, buffer: np.ndarray, nbytes: np.ndarray) -> Playback:

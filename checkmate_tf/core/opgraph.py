@@ -154,15 +154,19 @@ class Costs:
         time_s: float64 (ops,). Seconds of the first run.
         workspace_bytes: int64 (ops,). Scratch in use while the op runs, beside inputs and outputs.
         again_s: float64 (ops,). Seconds of each later run. Defaults to those of the first.
+        busy: float64 (ops,). Share of the device that the op keeps busy, from 0 to 1. Defaults to all of it.
     """
 
     time_s: np.ndarray
     workspace_bytes: np.ndarray
     again_s: np.ndarray | None = None
+    busy: np.ndarray | None = None
 
     def __post_init__(self):
         if self.again_s is None:
             object.__setattr__(self, "again_s", self.time_s)
+        if self.busy is None:
+            object.__setattr__(self, "busy", np.ones(len(self.time_s)))
 
     def sequence_s(self, ops: np.ndarray) -> float:
         """Seconds of a sequence of ops, in which those that repeat run again."""

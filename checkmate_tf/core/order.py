@@ -38,7 +38,9 @@ def permute(graph: OpGraph, costs: Costs, order: Sequence[int]) -> tuple[OpGraph
         pairs={place[b]: place[a] for b, a in graph.pairs.items()},
         again={place[op]: reads for op, reads in graph.again.items()},
     )
-    return permuted, Costs(costs.time_s[order], costs.workspace_bytes[order], costs.again_s[order])
+    return permuted, Costs(
+        *(values[order] for values in (costs.time_s, costs.workspace_bytes, costs.again_s, costs.busy))
+    )
 
 
 def low_peak_order(graph: OpGraph, *, settle: bool) -> list[int]:

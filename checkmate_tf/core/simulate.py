@@ -9,6 +9,8 @@ import numpy as np
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.plan import Plan
 
+_WORKSPACE = -1  # in place of a tensor
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Memory:
@@ -21,6 +23,7 @@ class Memory:
         event_buffer: int64 (events,). Buffer of each allocator event, in order.
         event_bytes: int64 (events,). Size of an allocation; negative for the free of the same buffer.
         event_step: int64 (events,). The step that causes the event.
+        event_tensor: int64 (events,). The tensor whose storage the buffer is; -1 for workspace.
     """
 
     in_use_bytes: np.ndarray
@@ -28,6 +31,7 @@ class Memory:
     event_buffer: np.ndarray
     event_bytes: np.ndarray
     event_step: np.ndarray
+    event_tensor: np.ndarray
 
     @property
     def peak_bytes(self) -> int:
@@ -38,6 +42,20 @@ class Memory:
     def peak_step(self) -> int:
         """The step at which the peak is reached first."""
         return int(self.in_use_bytes.argmax())
+
+    def with_events(self, chosen: np.ndarray) -> Memory:
+        """The same with some of the events, or with all in another order.
+
+        Args:
+            chosen: Of which events: bool (events,), or their indices.
+        """
+        return dataclasses.replace(
+            self,
+            event_buffer=self.event_buffer[chosen],
+            event_bytes=self.event_bytes[chosen],
+            event_step=self.event_step[chosen],
+            event_tensor=self.event_tensor[chosen],
+        )
 
     def large_events(self, least_bytes: int) -> np.ndarray:
         """bool (events,). Whether each event is of a buffer of at least that size."""
@@ -71,7 +89,7 @@ def simulate(graph: OpGraph, plan: Plan, workspace_bytes: np.ndarray | None = No
     steps = len(plan)
     in_use = np.zeros(steps, dtype=np.int64)
     held = np.zeros(steps, dtype=np.int64)
-    events: list[tuple[int, int, int]] = []
+    events: list[tuple[int, int, int, int]] = []
     buffers = live = 0
     repeats = plan.instance > 0
     for step, (op, sources) in enumerate(zip(plan.ops.tolist(), plan.sources, strict=True)):
@@ -92,19 +110,19 @@ def simulate(graph: OpGraph, plan: Plan, workspace_bytes: np.ndarray | None = No
                 dying.discard(taken)
             else:
                 buffer_of[step, t] = buffers
-                events.append((buffers, owned[t], step))
+                events.append((buffers, owned[t], step, t))
                 buffers += 1
                 live += owned[t]
         held[step] = live
         in_use[step] = live + workspace[op]
         if workspace[op] > 0:
-            events += [(buffers, workspace[op], step), (buffers, -workspace[op], step)]
+            events += [(buffers, workspace[op], step, _WORKSPACE), (buffers, -workspace[op], step, _WORKSPACE)]
             buffers += 1
         for owner in sorted(dying):
             live -= owned[owner[1]]
-            events.append((buffer_of.pop(owner), -owned[owner[1]], step))
-    columns = np.array(events, dtype=np.int64).reshape(-1, 3)
-    return Memory(in_use, held, columns[:, 0], columns[:, 1], columns[:, 2])
+            events.append((buffer_of.pop(owner), -owned[owner[1]], step, owner[1]))
+    columns = np.array(events, dtype=np.int64).reshape(-1, 4)
+    return Memory(in_use, held, *columns.T)
 
 
 def _takeover(graph, op, inputs, owners, dying, owned) -> tuple[int, int] | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from checkmate_tf.core.forks import Fork
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.plan import Compute, Plan
 from checkmate_tf.core.simulate import Memory
@@ -39,6 +42,47 @@ def validate(
         if memory is None:
             raise InvalidPlan("a limit can only be checked with a simulation.")
         _check_peak(graph, plan, memory, limit_bytes, uncounted_below_bytes)
+
+
+def validate_forks(graph: OpGraph, plan: Plan, forks: Sequence[Fork]) -> None:
+    """Checks that the lanes of a valid plan's forks may run in any order, and side by side.
+
+    Args:
+        graph: The step.
+        plan: The plan.
+        forks: Where it forks.
+
+    Raises:
+        InvalidPlan: Naming the step, the op and the rule: a fork that is not in the plan or has steps in common with
+            another one, an op in a lane that has a side effect or is fused with another one, one that reads what the
+            other lane makes, or one in the second lane that may take over storage that the first one reads.
+    """
+    end = 0
+    for fork in sorted(forks, key=lambda fork: fork.begin):
+        if not end <= fork.begin < fork.middle < fork.end <= len(plan):
+            raise InvalidPlan(f"{fork} must have two lanes of the plan's {len(plan)} steps, after step {end}.")
+        end = fork.end
+        first, second = range(fork.begin, fork.middle), range(fork.middle, fork.end)
+        for lane, other in ((first, second), (second, first)):
+            _check_lane(graph, plan, lane, other)
+        read = {int(graph.storage[t]) for s in first for t in graph.read_by(plan.ops[s], again=plan.instance[s] > 0)}
+        for step in second:
+            op = int(plan.ops[step])
+            if read.intersection(graph.storage[list(graph.takeover[op])].tolist()):
+                raise InvalidPlan(f"step {step} ({graph.names[op]}) may take over storage that the first lane reads.")
+
+
+def _check_lane(graph: OpGraph, plan: Plan, lane: range, other: range) -> None:
+    fused = {*graph.pairs, *graph.pairs.values()}
+    from_other = set(other)
+    for step in lane:
+        op = int(plan.ops[step])
+        if graph.once[op] or op in fused:
+            raise InvalidPlan(f"step {step} ({graph.names[op]}) has a place in the order and cannot run in a lane.")
+        if from_other.intersection(plan.sources[step]):
+            if not graph.is_alias[op]:
+                raise InvalidPlan(f"step {step} ({graph.names[op]}) reads what the other lane makes.")
+            from_other.add(step)
 
 
 def _check_peak(graph: OpGraph, plan: Plan, memory: Memory, limit_bytes: int, uncounted_below_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import tensorflow as tf
@@ -20,6 +21,11 @@ def name_of(variables) -> str:
 def onednn_is_on() -> bool:
     """Whether a CPU runs oneDNN's kernels. Where TF_ENABLE_ONEDNN_OPTS is not set, TensorFlow decides by the CPU."""
     return _pywrap_util_port.IsMklEnabled()
+
+
+def threads() -> int:
+    """Number of threads in which a CPU computes one op."""
+    return tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
 
 
 def in_use_bytes(device: str) -> int:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from checkmate_tf.core.allocator import divider_bytes
 from checkmate_tf.core.simulate import Memory
 from checkmate_tf.lowering.device import in_use_bytes, limit_bytes, uncounted_below_bytes
 from checkmate_tf.lowering.rehearse import address, empty, rehearse
 
 _MOST_TRIES, _MOST_FILL_BYTES = 64, 64 << 20  # for one divider; more than that is no gap between tensors
-_DIVIDER = 1 / 512  # of its part; a smaller one would fall into one of the many gaps that small tensors leave
 
 
 def allocator_peak(
@@ -77,12 +77,12 @@ def divide(partition: Sequence[int], device: str) -> list[tf.Tensor]:
         return []
     dividers: list[tf.Tensor] = []
     held: list[tf.Tensor] = []
-    least = max(1, uncounted_below_bytes(device))
+    uncounted = uncounted_below_bytes(device)
     try:
         with tf.device(device):
             for size in partition:
                 held.append(empty(size))
-                divider = _divider(held, size, max(least, int(_DIVIDER * size)), device)
+                divider = _divider(held, size, divider_bytes(size, uncounted), device)
                 if divider is not None:
                     dividers.append(divider)
     except tf.errors.ResourceExhaustedError:

@@ -27,6 +27,7 @@ _NO_STORAGE = frozenset({tf.resource, tf.variant, tf.string})
 _RESERVED = {"FusedBatchNormV3": lambda _: 0, "_FusedBatchNormEx": lambda elements: -(-elements // 8)}
 _EMPTY_LISTS = frozenset({"EmptyTensorList", "TensorListReserve"})
 _READS_ONLY = frozenset({"ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
+_ONEDNN_TYPES = (tf.float32, tf.bfloat16, tf.float16)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -176,8 +177,12 @@ def _controls(ops, number, inputs, storage, outputs) -> tuple[tuple[int, ...], .
 
 
 def _fused_pairs(ops, number) -> dict[int, int]:
-    """BiasAddGrad -> Conv2DBackpropFilter on the same gradient: oneDNN runs the two as one op."""
-    filters = {op.inputs[2].name: op for op in ops if op.type == "Conv2DBackpropFilter"}
+    """BiasAddGrad -> Conv2DBackpropFilter on the same gradient: oneDNN, where it is on, runs the two as one op."""
+    if not device.onednn_is_on():
+        return {}
+    filters = {
+        op.inputs[2].name: op for op in ops if op.type == "Conv2DBackpropFilter" and op.inputs[2].dtype in _ONEDNN_TYPES
+    }
     return {
         number[op.name]: number[filters[op.inputs[0].name].name]
         for op in ops

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.lowering.arena import exact_chunks
-from checkmate_tf.lowering.device import uncounted_below_bytes
+from checkmate_tf.lowering.device import threads, uncounted_below_bytes
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.loops import measure_loops, with_lists
 from checkmate_tf.lowering.profile_cache import OpProfile, ProfileCache
@@ -179,10 +179,10 @@ def _measure(step: ExtractedStep, nodes: dict, name: str, device: str) -> OpProf
     if operation.type == BEHIND_POOLING:
         del arguments[1]  # the pooled values are made
         pool = pooling_of(nodes[operation.name], operation)
-        pooling_s, pooling_bytes = _time_and_peak(lambda: call_unoptimized(pool, [arguments[0]]), device)
+        pooling_s, pooling_bytes, _ = _run(lambda: call_unoptimized(pool, [arguments[0]]), device)
     run = single_op(nodes[operation.name], operation, known)
     _check_shapes(call_unoptimized(run, list(arguments.values())), operation)
-    time_s, extra = _time_and_peak(lambda: call_unoptimized(run, list(arguments.values())), device)
+    time_s, extra, busy = _run(lambda: call_unoptimized(run, list(arguments.values())), device)
     time_s = max(_SMALL_OP_S, time_s - pooling_s)
     extra -= pooling_bytes
     out = [nbytes(t) for t in operation.outputs]
@@ -190,7 +190,7 @@ def _measure(step: ExtractedStep, nodes: dict, name: str, device: str) -> OpProf
     seen = out[0] >= max(uncounted, _SMALL_BYTES)
     same_size = [k for k in arguments if seen and nbytes(operation.inputs[k]) == out[0]]
     if len(out) == 1 and same_size and extra < out[0] // 2:
-        return OpProfile(time_s, 0, alias=same_size[0])
+        return OpProfile(time_s, 0, alias=same_size[0], busy=busy)
     takeover = []
     for k in same_size:
         others = [value for j, value in arguments.items() if j != k]
@@ -199,7 +199,7 @@ def _measure(step: ExtractedStep, nodes: dict, name: str, device: str) -> OpProf
         if peak < extra + out[0] // 2:
             takeover.append(k)
     counted = sum(size for size in out if size >= uncounted)
-    return OpProfile(time_s, max(0, extra - counted), tuple(takeover))
+    return OpProfile(time_s, max(0, extra - counted), tuple(takeover), busy=busy)
 
 
 def _check_shapes(results: list[tf.Tensor], operation: tf.Operation) -> None:
@@ -208,17 +208,24 @@ def _check_shapes(results: list[tf.Tensor], operation: tf.Operation) -> None:
             raise tf.errors.InvalidArgumentError(None, operation, f"made {result.shape}, not {tensor.shape}")
 
 
-def _time_and_peak(run: Callable, device: str) -> tuple[float, int]:
-    """Least seconds of several runs, and bytes at the peak of the first above those in use before it."""
+def _run(run: Callable, device: str) -> tuple[float, int, float]:
+    """What several runs take.
+
+    Returns:
+        Least seconds of a run; bytes at the peak of the first above those in use before it; share of the device that
+        the others kept busy. One other than a CPU runs a step's ops one at a time: it counts as all busy.
+    """
     start = time.perf_counter()
     peak = _peak_bytes(run, device)
     seconds = [time.perf_counter() - start]
+    before_s = time.process_time()
     while (sum(seconds) < _TARGET_S and len(seconds) < _MOST_REPEATS) or len(seconds) < _REPEATS:
         start = time.perf_counter()
         result = run()
         seconds.append(time.perf_counter() - start)
         del result
-    return min(seconds), peak
+    busy = (time.process_time() - before_s) / (sum(seconds[1:]) * threads()) if "CPU" in device.upper() else 1.0
+    return min(seconds), peak, min(1.0, busy)
 
 
 def _peak_bytes(run: Callable, device: str) -> int:
@@ -232,13 +239,13 @@ def _peak_bytes(run: Callable, device: str) -> int:
 
 def _apply(graph: OpGraph, profiles: dict[int, OpProfile], unmeasured: list[int]) -> tuple[OpGraph, Costs]:
     """Enters what was measured into the graph and its costs."""
-    time_s = np.full(graph.n, _SMALL_OP_S)
+    time_s, busy = np.full(graph.n, _SMALL_OP_S), np.ones(graph.n)
     time_s[[len(out) == 0 and not once for out, once in zip(graph.outputs, graph.once, strict=True)]] = 0.0
     workspace = np.zeros(graph.n, dtype=np.int64)
     storage = graph.storage.copy()
     takeover = list(graph.takeover)
     for op, seen in profiles.items():
-        time_s[op], workspace[op] = seen.time_s, seen.workspace_bytes
+        time_s[op], workspace[op], busy[op] = seen.time_s, seen.workspace_bytes, seen.busy
         takeover[op] = tuple(graph.inputs[op][k] for k in seen.takeover)
         if seen.alias is not None:
             storage[graph.outputs[op][0]] = storage[graph.inputs[op][seen.alias]]
@@ -248,7 +255,7 @@ def _apply(graph: OpGraph, profiles: dict[int, OpProfile], unmeasured: list[int]
         for op in unmeasured:
             time_s[op] = rate * _touched_bytes(graph, op)
     graph = dataclasses.replace(graph, storage=_follow(storage), takeover=tuple(takeover))
-    return _with_pooling_indices(graph, profiles, workspace), Costs(time_s, workspace)
+    return _with_pooling_indices(graph, profiles, workspace), Costs(time_s, workspace, busy=busy)
 
 
 def _with_reruns(graph: OpGraph, costs: Costs, again: dict[int, OpProfile]) -> tuple[OpGraph, Costs]:
@@ -260,7 +267,7 @@ def _with_reruns(graph: OpGraph, costs: Costs, again: dict[int, OpProfile]) -> t
         if seen.time_s < costs.time_s[op] and taken == graph.takeover[op] and seen.alias is None:
             again_s[op], workspace[op] = seen.time_s, max(workspace[op], seen.workspace_bytes)
             kept[op] = graph.again[op]
-    return dataclasses.replace(graph, again=kept), Costs(costs.time_s, workspace, again_s)
+    return dataclasses.replace(graph, again=kept), Costs(costs.time_s, workspace, again_s, costs.busy)
 
 
 def _with_pooling_indices(graph: OpGraph, profiles: dict[int, OpProfile], workspace: np.ndarray) -> OpGraph:

@@ -12,11 +12,11 @@ import pathlib
 import tensorflow as tf
 
 from checkmate_tf._files import write_atomically
-from checkmate_tf.lowering.device import onednn_is_on, uncounted_below_bytes
+from checkmate_tf.lowering.device import onednn_is_on, threads, uncounted_below_bytes
 
 _log = logging.getLogger(__name__)
 
-_VERSION = 4
+_VERSION = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +28,14 @@ class OpProfile:
         workspace_bytes: Bytes beside inputs and outputs at the op's own peak.
         takeover: Positions of the inputs whose storage the first output takes over when they die there.
         alias: Position of the input whose storage the first output shares even when it lives on, or None.
+        busy: Share of the device that it keeps busy, from 0 to 1.
     """
 
     time_s: float
     workspace_bytes: int
     takeover: tuple[int, ...] = ()
     alias: int | None = None
+    busy: float = 1.0
 
 
 class ProfileCache:
@@ -47,7 +49,7 @@ class ProfileCache:
             "tensorflow": tf.__version__,
             "device": device,
             "details": str(details(physical[0])) if physical and physical[0].device_type != "CPU" else "",
-            "cores": os.cpu_count(),
+            "threads": threads(),
             "onednn": onednn_is_on(),
             "uncounted_below_bytes": uncounted_below_bytes(device),
         }
@@ -93,10 +95,10 @@ def _entry(value: dict) -> OpProfile:
     Raises:
         ValueError: A number is missing or out of range.
     """
-    time_s, workspace = float(value["time_s"]), int(value["workspace_bytes"])
+    time_s, workspace, busy = float(value["time_s"]), int(value["workspace_bytes"]), float(value["busy"])
     takeover, alias = tuple(int(k) for k in value["takeover"]), value["alias"]
-    if not 0 <= time_s < 1e4 or not 0 <= workspace < 1 << 48 or min(takeover, default=0) < 0:
+    if not 0 <= time_s < 1e4 or not 0 <= workspace < 1 << 48 or not 0 <= busy <= 1 or min(takeover, default=0) < 0:
         raise ValueError(f"out of range: {value}")
     if alias is not None and (not isinstance(alias, int) or alias < 0):
         raise ValueError(f"out of range: {value}")
-    return OpProfile(time_s, workspace, takeover, alias)
+    return OpProfile(time_s, workspace, takeover, alias, busy)

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2
-from tensorflow.python.eager import wrap_function
+from tensorflow.python.eager import context, execute, wrap_function
+from tensorflow.python.framework import op_def_registry
 
+from checkmate_tf.core.forks import Fork, is_ordered, lane_of_steps, to_hold
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.plan import Plan
 from checkmate_tf.lowering.in_place import NOT_FOLDED, in_place, one_row, writable
@@ -27,23 +29,28 @@ _MERGEABLE = frozenset(
         ("Pad", "_FusedConv2D"),
     }
 )
-_UNORDERED = frozenset({"Const", "Placeholder", "ReadVariableOp", "NoOp"})
 
 _config = config_pb2.ConfigProto()
 _config.graph_options.rewrite_options.disable_meta_optimizer = True
 _NO_GRAPPLER = _config.SerializeToString()
 
 
-def call_unoptimized(function, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def call_unoptimized(function, arguments: Sequence[tf.Tensor], *, in_lanes: bool = False) -> list[tf.Tensor]:
     """Calls a function with Grappler off for it alone.
 
     Args:
         function: As `as_function` makes it.
         arguments: One value or resource handle per feed.
+        in_lanes: Its ops may run side by side, as those of a function that Keras calls. By default they run one at a
+            time, as the op StatefulPartitionedCall does it.
     """
-    return tf.raw_ops.StatefulPartitionedCall(
-        args=arguments, Tout=[t.dtype for t in function.outputs], f=function, config_proto=_NO_GRAPPLER
-    )
+    if not in_lanes:
+        return tf.raw_ops.StatefulPartitionedCall(
+            args=arguments, Tout=[t.dtype for t in function.outputs], f=function, config_proto=_NO_GRAPPLER
+        )
+    attributes = ("executor_type", "", "config_proto", _NO_GRAPPLER)
+    name, count = function.name.decode(), len(function.outputs)
+    return list(execute.execute(name, count, list(arguments), attributes, context.context()))
 
 
 def as_function(graph_def: graph_pb2.GraphDef, feeds: Sequence[str], fetches: Sequence[str], targets: Sequence[str]):
@@ -62,21 +69,23 @@ def as_function(graph_def: graph_pb2.GraphDef, feeds: Sequence[str], fetches: Se
     )
 
 
-def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan):
+def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan, forks: Sequence[Fork] = ()):
     """Builds the function that runs a plan.
 
     Every op that computes gets a control edge from the one before it, unless a data edge orders the
-    two already. Ops that only read or rename run when their input is there.
+    two already; where the plan forks, each lane is such a chain. Ops that only read or rename run when their input is
+    there.
 
     Args:
         traced: The step that was planned.
         graph: Its ops, by which the plan names them.
         plan: What to run, in which order.
+        forks: Where steps run side by side, no two of them with a step in common; by default nowhere.
 
     Returns:
         A concrete function with the feeds and fetches of the traced step.
     """
-    graph_def, latest = planned_graph_def(traced, graph, plan)
+    graph_def, latest = planned_graph_def(traced, graph, plan, forks)
     made_once = {graph.names[op] for op in graph.again}  # all outputs but the first
 
     def renamed(tensor: str) -> str:
@@ -91,7 +100,9 @@ def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan):
     )
 
 
-def planned_graph_def(traced: TracedStep, graph: OpGraph, plan: Plan) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
+def planned_graph_def(
+    traced: TracedStep, graph: OpGraph, plan: Plan, forks: Sequence[Fork] = ()
+) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
     """The plan as a GraphDef, and for each op the name of its last run."""
     nodes = {node.name: node for node in traced.graph_def.node}
     built = graph_pb2.GraphDef()
@@ -103,7 +114,12 @@ def planned_graph_def(traced: TracedStep, graph: OpGraph, plan: Plan) -> tuple[g
     variables = writable(traced.function)
     built.node.extend([one_row()] if variables else [])
     chain = _Chain(graph)
-    for op, instance, sources in zip(plan.ops.tolist(), plan.instance.tolist(), plan.sources, strict=True):
+    ordered = is_ordered(graph)
+    lanes = lane_of_steps(len(plan), forks)
+    held = to_hold(graph, plan, forks)
+    for step, (op, instance, sources, lane) in enumerate(
+        zip(plan.ops.tolist(), plan.instance.tolist(), plan.sources, lanes.tolist(), strict=True)
+    ):
         original = nodes[graph.names[op]]
         if instance and op in graph.again:
             original = traced.again[graph.names[op]]
@@ -115,10 +131,13 @@ def planned_graph_def(traced: TracedStep, graph: OpGraph, plan: Plan) -> tuple[g
         data = [
             (names[source], name.partition(":")[2]) for source, name in zip(sources, inputs, strict=False)
         ]  # hidden inputs last
-        if not graph.is_alias[op] and node.op not in _UNORDERED:
-            for k in chain.must_keep_apart(op, [(nodes[graph.names[plan.ops[s]]].op, names[s]) for s in sources]):
+        if ordered[op]:
+            kinds = [(nodes[graph.names[plan.ops[s]]].op, names[s]) for s in sources]
+            for k in chain.must_keep_apart(op, lane, kinds):
                 data[k] = (_identity(built, node, k, data[k]), "")
-            controls |= chain.append(op, node.name)
+            controls |= chain.append(op, node.name, lane)
+            for k in held.get(step, ()):
+                chain.add(_hold(built, node, k, data[k]))
         controls -= {source for source, _ in data}
         del node.input[:]
         node.input.extend(f"{source}:{output}" if output else source for source, output in data)
@@ -134,34 +153,56 @@ def planned_graph_def(traced: TracedStep, graph: OpGraph, plan: Plan) -> tuple[g
 
 
 class _Chain:
-    """The control edges that make the plan's order the only one."""
+    """The control edges that allow the plan's order, with its forks, and no other."""
 
     def __init__(self, graph: OpGraph):
         self._graph = graph
         self._last_op: int | None = None
-        self._before_last: set[str] = set()
-        self._last: set[str] = set()
+        self._lane = 0  # of the last op
+        self._ends: list[set[str]] = []  # the last nodes of each lane
+        self._waits: set[str] = set()  # what the last node waits for
+        self._fork: set[str] = set()  # what the first node of each lane waits for
 
-    def must_keep_apart(self, op: int, sources: Sequence[tuple[str, str]]) -> list[int]:
-        """Inputs of `op` behind which oneDNN's pass must not see what it would merge with the op."""
+    def must_keep_apart(self, op: int, lane: int, sources: Sequence[tuple[str, str]]) -> list[int]:
+        """Inputs of `op`, the next one, behind which oneDNN's pass must not see what it would merge with the op."""
         if op in self._graph.pairs and self._graph.pairs[op] != self._last_op:
             return [0]
-        kind = self._graph.types[op]
-        return [
-            k
-            for k, (source_kind, name) in enumerate(sources)
-            if (source_kind, kind) in _MERGEABLE and self._last != {name}
-        ]
+        kind, nearest = self._graph.types[op], self._nearest(lane)
+        mergeable = [k for k, (source_kind, _) in enumerate(sources) if (source_kind, kind) in _MERGEABLE]
+        return [k for k in mergeable if nearest != {sources[k][1]}]
 
-    def append(self, op: int, name: str) -> set[str]:
-        """Names of the nodes that the next one must wait for."""
+    def append(self, op: int, name: str, lane: int) -> set[str]:
+        """Names of the nodes that the next one must wait for.
+
+        Args:
+            op: That runs next.
+            name: Of its node.
+            lane: In which it runs.
+        """
         if self._last_op is not None and self._graph.pairs.get(op) == self._last_op:
+            self._ends[-1].add(name)
             self._last_op = op
-            self._last = self._last | {name}
-            return self._before_last
-        waits = self._last
-        self._last_op, self._before_last, self._last = op, waits, {name}
-        return set(waits)
+            return set(self._waits)
+        self._waits = self._nearest(lane)
+        if lane and lane == self._lane:
+            self._ends[-1] = {name}
+        elif lane == 2:
+            self._ends.append({name})
+        else:
+            self._fork = self._waits
+            self._ends = [{name}]
+        self._last_op, self._lane = op, lane
+        return set(self._waits)
+
+    def add(self, name: str) -> None:
+        """One more node at the end of the lane, which waits for the last one by itself."""
+        self._ends[-1] = {*self._ends[-1], name}
+
+    def _nearest(self, lane: int) -> set[str]:
+        """Those in front of the next node, in its lane."""
+        if lane and lane == self._lane:
+            return self._ends[-1]
+        return self._fork if lane == 2 else set().union(*self._ends)
 
 
 def _identity(built: graph_pb2.GraphDef, node: graph_pb2.NodeDef, k: int, source: tuple[str, str]) -> str:
@@ -171,3 +212,14 @@ def _identity(built: graph_pb2.GraphDef, node: graph_pb2.NodeDef, k: int, source
     identity.input.append(f"{name}:{output}" if output else name)
     identity.attr["T"].CopyFrom(node.attr["T"])
     return identity.name
+
+
+def _hold(built: graph_pb2.GraphDef, node: node_def_pb2.NodeDef, k: int, source: tuple[str, str]) -> str:
+    """Adds an Identity that needs input `k` of a node until it has run, and returns its name."""
+    name, output = source
+    arguments = op_def_registry.get(node.op).input_arg
+    argument = arguments[min(k, len(arguments) - 1)]
+    held = built.node.add(name=f"{node.name}/held_{k}", op="Identity", device=node.device)
+    held.input.extend([f"{name}:{output}" if output else name, f"^{node.name}"])
+    held.attr["T"].type = node.attr[argument.type_attr].type if argument.type_attr else argument.type
+    return held.name

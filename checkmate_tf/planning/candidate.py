@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from checkmate_tf.core.forks import Fork
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.plan import Plan
 from checkmate_tf.core.problem import Status
@@ -30,6 +31,7 @@ class Candidate:
         time_s: Sum of the profiled times of all computations.
         node_peak_bytes: Peak of its nodes in tensor bytes, everything included: the solver's view of it.
         partition: How memory is divided while the plan runs, as for `dividers.divide`.
+        forks: Where steps run side by side; none for a chain.
         nodes: int64, the nodes of the planning graph in order of execution; None where the plan is of no such graph.
         bound: Least cost in seconds of any schedule whose nodes have that peak, proven; None where that is not known.
         bound_of: The model that it bounds, as in `core.problem.Solution`.
@@ -46,12 +48,17 @@ class Candidate:
     time_s: float
     node_peak_bytes: int = 0
     partition: tuple[int, ...] = ()
+    forks: tuple[Fork, ...] = ()
     nodes: np.ndarray | None = None
     bound: float | None = None
     bound_of: str = ""
     chosen: frozenset[str] = frozenset()
     history: tuple[tuple[float, float], ...] = ()
     bounds: tuple[tuple[float, float], ...] = ()
+
+    def runs_as(self, other: Candidate) -> bool:
+        """Whether one function runs both: the same plan, with the same forks."""
+        return self.plan is other.plan and self.forks == other.forks
 
     @property
     def overhead(self) -> float:

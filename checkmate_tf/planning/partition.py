@@ -117,12 +117,7 @@ class Placer:
 def _sketch(memory: Memory) -> Memory:
     """The same without small tensors: most events of a step are theirs, and each takes as long as a large one's."""
     large = memory.large_events(int(_SMALL * memory.peak_bytes))
-    return dataclasses.replace(
-        memory,
-        event_buffer=memory.event_buffer[large],
-        event_bytes=memory.event_bytes[large],
-        event_step=memory.event_step[large],
-    )
+    return memory.with_events(large)
 
 
 def _most_in_use(memory: Memory) -> int:

@@ -20,10 +20,11 @@ from checkmate_tf.core.order import low_peak_order, permute, ready_order
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.problem import Options
 from checkmate_tf.core.simulate import Memory, simulate, working_set_bytes
-from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planning.archive import Entry
 from checkmate_tf.planning.candidate import NEVER, Candidate, cheapest
+from checkmate_tf.planning.confirm import confirm
+from checkmate_tf.planning.forking import forked
 from checkmate_tf.planning.partition import AllocatorPeak, Placement, Placer
 from checkmate_tf.planning.search import MOST_NEIGHBOURS, Order, Search
 from checkmate_tf.solvers.base import Clock
@@ -253,31 +254,23 @@ class Planner:
     def confirmed(
         self, candidate: Candidate, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S
     ) -> Candidate | None:
-        """The same plan with the peak of a later step, or None if it is not seen to keep the budget in every state.
-
-        The first run changes the allocator's state, and so does whatever else uses the device: a batch
-        that lies elsewhere can move the peak by some percent.
-
-        Raises:
-            InvalidPlan: The checker refuses it.
-        """
-        candidate = self.placed(candidate, budget_bytes)
-        if candidate.peak_bytes > budget_bytes:
-            return None
-        peak = self._allocator_peak(candidate.memory, candidate.partition)
-        if peak is None or peak > budget_bytes:
-            return None
-        validate(
-            candidate.op_graph,
-            candidate.plan,
-            candidate.memory,
-            budget_bytes - self._base_bytes,
+        """As `confirm`, with the plan's memory divided for the budget, and a bound on what any such plan costs."""
+        confirmed = confirm(
+            self.placed(candidate, budget_bytes),
+            budget_bytes,
+            self._allocator_peak,
+            base_bytes=self._base_bytes,
             uncounted_below_bytes=self._uncounted_below_bytes,
         )
-        confirmed = dataclasses.replace(candidate, peak_bytes=peak)
+        if confirmed is None:
+            return None
         if len(confirmed.plan) == confirmed.op_graph.n:
             return dataclasses.replace(confirmed, bound=confirmed.time_s, bound_of="any order")
         return self._certified(confirmed, bound_limit_s)
+
+    def forked(self, candidate: Candidate, budget_bytes: int) -> Candidate:
+        """As `forking.forked`, for a plan that is confirmed."""
+        return forked(candidate, budget_bytes, self._allocator_peak, uncounted_below_bytes=self._uncounted_below_bytes)
 
     def placed(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """A plan in memory divided so that it keeps a budget in all states, or else for the lowest peak found."""

@@ -8,8 +8,8 @@ from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.order import permute
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
-from checkmate_tf.core.validate import validate
 from checkmate_tf.planning.candidate import Candidate
+from checkmate_tf.planning.confirm import confirm
 from checkmate_tf.planning.partition import AllocatorPeak, Placer
 
 
@@ -46,20 +46,15 @@ def replay(
     ordered, ordered_costs = permute(op_graph, costs, [number[name] for name in candidate.op_graph.names])
     plan = compile_plan(ordered, candidate.plan.ops)
     memory = simulate(ordered, plan, ordered_costs.workspace_bytes)
-    placement = Placer(allocator_peak).place(memory, budget_bytes, base_bytes + memory.peak_bytes)
-    if placement.peak_bytes > budget_bytes:
-        return None
-    peak_bytes = allocator_peak(memory, placement.partition)  # as memory is now
-    if peak_bytes is None:
-        return None
-    validate(ordered, plan, memory, budget_bytes - base_bytes, uncounted_below_bytes=uncounted_below_bytes)
-    return dataclasses.replace(
+    placer = Placer(allocator_peak)
+    placement = placer.place(memory, budget_bytes, base_bytes + memory.peak_bytes)
+    placed = dataclasses.replace(
         candidate,
         op_graph=ordered,
         costs=ordered_costs,
         plan=plan,
         memory=memory,
-        peak_bytes=peak_bytes,
+        peak_bytes=placement.peak_bytes,
         partition=placement.partition,
         time_s=ordered_costs.sequence_s(plan.ops),
         node_peak_bytes=0,
@@ -68,4 +63,11 @@ def replay(
         bound_of="",
         history=(),
         bounds=(),
+    )
+    return confirm(
+        placed,
+        budget_bytes,
+        allocator_peak,
+        base_bytes=base_bytes,
+        uncounted_below_bytes=uncounted_below_bytes,
     )

@@ -1,4 +1,4 @@
-"""The built graph is the plan: each op as often, in the same order, nothing with a side effect twice."""
+"""The built graph is the plan: each op as often, in the planned order, nothing with a side effect twice."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from conftest import state, values_of
 from keras_models import BATCH, compiled, images, sequential
 
 import checkmate_tf
+from checkmate_tf.core.forks import apart, possible_forks
+from checkmate_tf.core.opgraph import Costs
 from checkmate_tf.core.plan import compile_plan
-from checkmate_tf.core.validate import validate
+from checkmate_tf.core.validate import validate, validate_forks
 from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 
@@ -75,35 +77,61 @@ def test_nothing_with_a_side_effect_is_repeated(built):
     assert {n: runs[n] for n in once} == dict.fromkeys(once, 1)
 
 
-def test_the_graph_allows_the_planned_order_and_no_other(built):
-    """Along the plan, each op that computes is reached from the one before it."""
-    plan, op_graph, graph = built
+def many_forks(op_graph, plan):
+    """As if no op kept the device busy."""
+    costs = Costs(np.ones(op_graph.n), np.zeros(op_graph.n, np.int64), busy=np.zeros(op_graph.n))
+    found = apart(possible_forks(op_graph, plan, costs))
+    assert len(found) > 5
+    validate_forks(op_graph, plan, found)
+    return found
+
+
+def test_the_graph_allows_the_planned_order_with_its_forks_and_no_other(planned):
+    (step,) = planned_training(planned)._steps.values()
+    found = step.candidate
+    assert_allows_no_other_order(found.plan, found.op_graph, step._function.graph, found.forks)
+
+
+def test_a_graph_with_many_forks_allows_their_orders_and_no_other(planned, built):
+    (step,) = planned_training(planned)._steps.values()
+    plan, op_graph, _ = built
+    forks = many_forks(op_graph, plan)
+    assert_allows_no_other_order(plan, op_graph, rebuild(step._profiled.traced, op_graph, plan, forks).graph, forks)
+
+
+def assert_allows_no_other_order(plan, op_graph, graph, forks):
+    """Along the plan, each op that computes is reached from all in front of it, but for those of the other lane."""
     names = computing(op_graph)
     wanted = [
-        op_graph.names[op] if instance == 0 else f"{op_graph.names[op]}/again_{instance}"
-        for op, instance in zip(plan.ops.tolist(), plan.instance.tolist(), strict=True)
+        (op_graph.names[op] if instance == 0 else f"{op_graph.names[op]}/again_{instance}", at)
+        for at, (op, instance) in enumerate(zip(plan.ops.tolist(), plan.instance.tolist(), strict=True))
         if op_graph.names[op] in names
     ]
-    depth = longest_paths(graph, set(wanted))
-    assert [name for name, _ in sorted(depth.items(), key=lambda item: item[1])] == wanted
-    assert sorted(depth.values()) == list(range(1, len(wanted) + 1))
+    reached = reached_from(graph, [name for name, _ in wanted])
+    for name, at in wanted:
+        beside = [range(f.begin, f.middle) for f in forks if f.middle <= at < f.end]
+        in_front = {k for k, (_, other) in enumerate(wanted) if other < at and not any(other in b for b in beside)}
+        assert reached[name] == sum(1 << k for k in in_front)
 
 
-def longest_paths(graph, counted) -> dict[str, int]:
-    """For each counted op, how many counted ops the longest way to it passes, itself included."""
+def reached_from(graph, counted) -> dict[str, int]:
+    """For each counted op, the bit set of the counted ops that must have ended before it starts."""
     operations = graph.get_operations()
     before = {op.name: [d.name for d in [*(t.op for t in op.inputs), *op.control_inputs]] for op in operations}
-    length: dict[str, int] = {}
+    bit = {name: 1 << k for k, name in enumerate(counted)}
+    found: dict[str, int] = {}
     waiting = [op.name for op in operations]
     while waiting:
         name = waiting[-1]
-        missing = [d for d in before[name] if d not in length]
+        missing = [d for d in before[name] if d not in found]
         if missing:
             waiting += missing
             continue
         waiting.pop()
-        length[name] = max((length[d] for d in before[name]), default=0) + (name in counted)
-    return {name: length[name] for name in counted if name in length}
+        found[name] = 0
+        for d in before[name]:
+            found[name] |= found[d] | bit.get(d, 0)
+    return {name: found[name] for name in counted}
 
 
 def test_a_step_that_recomputes_its_whole_forward_pass_changes_nothing_else(planned):
@@ -115,8 +143,19 @@ def test_a_step_that_recomputes_its_whole_forward_pass_changes_nothing_else(plan
     assert any("batchnorm" in graph.names[op] for op in again)
     plan = compile_plan(graph, sequence)
     validate(graph, plan)
-    traced = step._profiled.traced
-    function = rebuild(traced, graph, plan)
+    assert_trains_as(planned, rebuild(step._profiled.traced, graph, plan))
+
+
+def test_a_step_with_many_forks_changes_nothing(planned, built):
+    (step,) = planned_training(planned)._steps.values()
+    plan, op_graph, _ = built
+    assert_trains_as(planned, rebuild(step._profiled.traced, op_graph, plan, many_forks(op_graph, plan)), in_lanes=True)
+
+
+def assert_trains_as(planned, function, *, in_lanes=False):
+    """A function of the step moves weights, statistics and seeds as `train_on_batch` does."""
+    (step,) = planned_training(planned)._steps.values()
+    captured = step._profiled.traced.function.captured_inputs
     x, y = images(BATCH, seed=3)
     before = [values_of(variable) for variable in state(planned)]
     planned.train_on_batch(x, y)
@@ -124,7 +163,7 @@ def test_a_step_that_recomputes_its_whole_forward_pass_changes_nothing_else(plan
     for variable, value in zip(state(planned), before, strict=True):
         variable.assign(value)
     planned.reset_metrics()
-    call_unoptimized(function, [tf.constant(x), tf.constant(y), *traced.function.captured_inputs])
+    call_unoptimized(function, [tf.constant(x), tf.constant(y), *captured], in_lanes=in_lanes)
     for variable, value in zip(state(planned), expected, strict=True):
         np.testing.assert_allclose(values_of(variable), value, rtol=1e-9, atol=1e-9, err_msg=variable.path)
 

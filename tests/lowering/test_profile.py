@@ -86,6 +86,17 @@ def test_tiny_convolutions_are_measured_as_their_gradients_take_much_workspace()
     assert result.costs.workspace_bytes[kinds.index("Conv2DBackpropFilter")] > 1 << 20
 
 
+def test_how_much_of_the_device_an_op_keeps_busy_is_measured(tmp_path):
+    """TensorFlow sums segments in one thread."""
+    rows = tf.constant(np.arange(4096) % 7)
+    step = extracted(lambda x: tf.math.unsorted_segment_sum(x, rows, 8), (4096, 1024))
+    costs = profile(step, DEVICE, cache_dir=tmp_path).costs
+    op = step.op_graph.types.index("UnsortedSegmentSum")
+    assert 0 < costs.busy[op] < 1.5 / len(os.sched_getaffinity(0))
+    assert all(np.delete(costs.busy, op) == 1)
+    np.testing.assert_array_equal(profile(step, DEVICE, cache_dir=tmp_path).costs.busy, costs.busy)
+
+
 def test_the_gradient_of_max_pooling_is_measured_behind_its_pooling():
     """Alone, oneDNN's gradient pools again; it then took the input's storage over and most of it as workspace."""
 
@@ -198,6 +209,9 @@ def broken(text: str, how: str) -> bytes:
         '["time_s", NaN]',
         '["time_s", "fast"]',
         '["time_s", null]',
+        '["busy", -0.1]',
+        '["busy", 1.1]',
+        '["busy", NaN]',
         '["workspace_bytes", -5]',
         '["workspace_bytes", Infinity]',
         '["workspace_bytes", 1e300]',

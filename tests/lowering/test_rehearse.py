@@ -46,7 +46,8 @@ def random_events(seed, smallest, largest, most, count=1500):
 
 def memory_of(buffer, nbytes):
     in_use = np.cumsum(nbytes)
-    return Memory(in_use, in_use, np.array(buffer), np.array(nbytes), np.arange(len(buffer)))
+    steps = np.arange(len(buffer))
+    return Memory(in_use, in_use, np.array(buffer), np.array(nbytes), steps, steps)
 
 def report(**values):
     print("RESULT " + json.dumps(values))

@@ -1,0 +1,329 @@
+"""Forks in a plan: steps that may run side by side in two lanes, and that leave memory as if they had not.
+
+The order of a plan is a chain: each op waits for the one before it. Where an op does not keep all of a device busy, the
+ones behind it could run beside it. But what two lanes allocate and free comes in an order that nobody knows, and where
+TensorFlow's allocator puts a tensor, and how much that takes with its rounding, depends on all that came before. So the
+plan forks only where an allocator that plays it never takes more than for the chain, in many orders.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from checkmate_tf.core.allocator import BfcAllocator, Playback, play
+from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.core.plan import Plan
+from checkmate_tf.core.simulate import Memory
+
+_UNORDERED = frozenset({"Const", "Placeholder", "ReadVariableOp", "NoOp"})
+_WITH_BODIES = frozenset({"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"})
+_LEAST_SHARE = 1 / 2048  # of a plan's time; forks that save less are not worth their while
+_MOST_STEPS = 6  # in a lane
+_MOST_PER_STEP = 8  # forks that begin with it
+_LENGTH_COSTS = 1e-4  # of what a fork saves, for each step: of two that save the same, the shorter one is better
+_DRAWN = 4  # orders of a fork at random
+_TRIES_TOGETHER = 40  # orders of all forks at random
+_PLAYED_ON = 0, 64, 192, 448  # events behind a fork: how far it is played alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Fork:
+    """Two lanes of steps, each in its order, that begin and end together.
+
+    Attributes:
+        begin: First step of the first lane.
+        middle: First step of the second lane.
+        end: The step behind the second lane.
+        gain_s: Seconds that it saves at best.
+    """
+
+    begin: int
+    middle: int
+    end: int
+    gain_s: float
+
+
+def is_ordered(graph: OpGraph) -> np.ndarray:
+    """bool (ops,). Whether a plan's order is about an op: it computes. The others run when their input is there."""
+    return ~graph.is_alias & np.array([kind not in _UNORDERED for kind in graph.types], dtype=bool)
+
+
+def possible_forks(graph: OpGraph, plan: Plan, costs: Costs) -> list[Fork]:
+    """Forks that change no result, in the order in which they begin.
+
+    No step has a side effect, or is one of a pair that the runtime fuses. The second lane does not wait for the first.
+    It takes over no storage that the first one reads: it may find it in use, and make a copy. A step with control flow
+    does not fork: the ops of the bodies would run side by side as well, and nobody knows what that takes.
+
+    Args:
+        graph: The step.
+        plan: Its plan.
+        costs: Its costs. Lanes share the device: both together take as long as the longer one, and as they keep
+            all of the device busy.
+    """
+    fused = np.zeros(graph.n, bool)
+    fused[[*graph.pairs, *graph.pairs.values()]] = True
+    if not _WITH_BODIES.isdisjoint(graph.types):
+        return []
+    is_ordered_op = is_ordered(graph)
+    ordered = is_ordered_op[plan.ops]
+    alone = ((graph.once | fused)[plan.ops] & ordered).tolist()
+    steps = np.flatnonzero(ordered).tolist()
+    bounds = [*steps, len(plan)]
+    time_s = np.where(plan.instance > 0, costs.again_s[plan.ops], costs.time_s[plan.ops])
+    seconds, idle = time_s.tolist(), (time_s * (1 - costs.busy[plan.ops])).tolist()
+    least_s = _LEAST_SHARE * float(time_s.sum())
+    found = []
+    for k, begin in enumerate(steps):
+        here = []
+        first_s = first_idle_s = 0.0
+        for m in range(k + 1, min(k + 1 + _MOST_STEPS, len(steps))):
+            last = steps[m - 1]
+            if alone[last]:
+                break
+            first_s, first_idle_s = first_s + seconds[last], first_idle_s + idle[last]
+            if first_s < least_s:
+                continue
+            second_s, idle_s = 0.0, first_idle_s
+            lane = _Lane(graph, plan, begin, steps[m], is_ordered_op)
+            for step, following in itertools.pairwise(bounds[m : m + _MOST_STEPS + 1]):
+                if alone[step] or second_s >= first_s or not lane.may_run_beside(range(step, following)):
+                    break
+                second_s, idle_s = second_s + seconds[step], idle_s + idle[step]
+                gain_s = min(first_s, second_s, idle_s)
+                if gain_s >= least_s:
+                    here.append(Fork(begin, steps[m], following, gain_s))
+        found += sorted(here, key=_worth, reverse=True)[:_MOST_PER_STEP]
+    return found
+
+
+class _Lane:
+    """What the steps of a first lane make and read."""
+
+    def __init__(self, graph: OpGraph, plan: Plan, begin: int, end: int, is_ordered_op: np.ndarray):
+        self.begin, self.end = begin, end
+        self._graph, self._plan = graph, plan
+        self._read = set().union(*(_storage_read(graph, plan, step) for step in range(begin, end)))
+        self._depends = set(range(begin, end))
+        self._is_ordered = is_ordered_op
+
+    def may_run_beside(self, steps: range) -> bool:
+        """Whether some steps, the next ones behind those asked about before, may run in the second lane."""
+        graph, plan = self._graph, self._plan
+        for step in steps:
+            awaited = {int(plan.ops[s]) for s in self._depends}
+            if self._depends.intersection(plan.sources[step]) or awaited.intersection(graph.controls[plan.ops[step]]):
+                if self._is_ordered[plan.ops[step]]:
+                    return False
+                self._depends.add(step)
+            if any(int(graph.storage[t]) in self._read for t in graph.takeover[plan.ops[step]]):
+                return False
+        return True
+
+
+def _storage_read(graph: OpGraph, plan: Plan, step: int) -> set[int]:
+    """Tensors whose storage a step reads."""
+    return {int(graph.storage[t]) for t in graph.read_by(plan.ops[step], again=plan.instance[step] > 0)}
+
+
+def _worth(fork: Fork) -> float:
+    return fork.gain_s * (1 - _LENGTH_COSTS * (fork.end - fork.begin))
+
+
+def apart(forks: Sequence[Fork]) -> list[Fork]:
+    """Those of some forks that are worth the most together, no two of them with a step in common."""
+    by_end = sorted(forks, key=lambda fork: fork.end)
+    ends = [fork.end for fork in by_end]
+    best = [0.0]  # of the forks up to each
+    before = np.searchsorted(ends, [fork.begin for fork in by_end], side="right").tolist()
+    for fork, front in zip(by_end, before, strict=True):
+        best.append(max(best[-1], best[front] + _worth(fork)))
+    chosen, k = [], len(by_end)
+    while k:
+        if best[k] > best[k - 1]:
+            chosen.append(by_end[k - 1])
+            k = before[k - 1]
+        else:
+            k -= 1
+    return chosen[::-1]
+
+
+def lane_of_steps(count: int, forks: Sequence[Fork]) -> np.ndarray:
+    """int8 (count,). 1 and 2 for the steps of first and second lanes, 0 for those of the chain."""
+    lane = np.zeros(count, np.int8)
+    for fork in forks:
+        lane[fork.begin : fork.middle] = 1
+        lane[fork.middle : fork.end] = 2
+    return lane
+
+
+def to_hold(graph: OpGraph, plan: Plan, forks: Sequence[Fork]) -> dict[int, tuple[int, ...]]:
+    """For steps of first lanes, the inputs to hold while they run, by position.
+
+    In the chain the second lane still needs them, so that their storage is not taken over. Side by side it may have
+    read them already.
+    """
+    held = {}
+    for fork in forks:
+        read = set().union(*(_storage_read(graph, plan, step) for step in range(fork.middle, fork.end)))
+        for step in range(fork.begin, fork.middle):
+            inputs = graph.read_by(plan.ops[step], again=plan.instance[step] > 0)
+            takeover = graph.takeover[plan.ops[step]]
+            held[step] = tuple(k for k, t in enumerate(inputs) if t in takeover and int(graph.storage[t]) in read)
+    return {step: positions for step, positions in held.items() if positions}
+
+
+class Events:
+    """The allocator's events in a fork, and the orders in which they may come.
+
+    Attributes:
+        begin: Index of the first one.
+        end: Index behind the last one.
+    """
+
+    def __init__(self, graph: OpGraph, plan: Plan, memory: Memory, fork: Fork):
+        self.begin, middle, self.end = np.searchsorted(memory.event_step, [fork.begin, fork.middle, fork.end]).tolist()
+        self._first, self._second = range(self.begin, middle), range(middle, self.end)
+        self._nbytes = memory.event_bytes
+        last_use: dict[int, int] = {}  # by the first lane: tensor -> step
+        for step in range(fork.begin, fork.middle):
+            made = graph.storage[list(graph.outputs[plan.ops[step]])].tolist()
+            last_use |= dict.fromkeys(_storage_read(graph, plan, step).union(made), step)
+        self._waits = {}  # event of the second lane -> events of the first that come before it
+        own = set(memory.event_buffer[middle : self.end][memory.event_bytes[middle : self.end] > 0].tolist())
+        for event in self._second:
+            step = last_use.get(int(memory.event_tensor[event]))
+            if step is not None and int(memory.event_buffer[event]) not in own:
+                self._waits[event] = int(np.searchsorted(memory.event_step, step, side="right")) - self.begin
+
+    def orders(self) -> Iterator[np.ndarray]:
+        """int64. Indices of the events, in other orders: one lane after the other, both at their peaks, at random."""
+        first, second = len(self._first), len(self._second)
+        yield self.merged([True] * second + [False] * first)
+        peaks = [int(np.cumsum(self._nbytes[lane]).argmax()) + 1 if lane else 0 for lane in (self._first, self._second)]
+        both = [False] * peaks[0] + [True] * peaks[1]
+        left = [False] * (first - peaks[0]) + [True] * (second - peaks[1])
+        yield self.merged(both + left)
+        yield self.merged(both[::-1] + left[::-1])
+        rng = np.random.default_rng(self.begin)
+        for _ in range(_DRAWN):
+            yield self.drawn(rng)
+
+    def drawn(self, rng: np.random.Generator) -> np.ndarray:
+        """int64. Indices of the events in an order drawn at random."""
+        lanes = np.repeat([False, True], [len(self._first), len(self._second)])
+        return self.merged(rng.permutation(lanes).tolist())
+
+    def merged(self, turns: Sequence[bool]) -> np.ndarray:
+        """int64. Indices of the events, those of each lane in their order.
+
+        Args:
+            turns: For each event, whether it is one of the second lane. What both lanes read is freed when both have
+                read it, which may be later.
+        """
+        lanes = iter(self._first), iter(self._second)
+        ran = 0  # events of the first lane
+        merged, waiting = [], []
+        for turn in turns:
+            event = next(lanes[turn])
+            ran += not turn
+            if self._waits.get(event, 0) > ran:
+                waiting.append(event)
+            else:
+                merged.append(event)
+            merged += [event for event in waiting if self._waits[event] <= ran]
+            waiting = [event for event in waiting if self._waits[event] > ran]
+        return np.array(merged, np.int64)
+
+
+class Trial:
+    """Plays a plan with forks on an allocator, to see whether they ever take more than its chain does.
+
+    Args:
+        allocator: As it is before the plan.
+        graph: The step.
+        plan: Its plan.
+        memory: The plan's simulation.
+    """
+
+    def __init__(self, allocator: BfcAllocator, graph: OpGraph, plan: Plan, memory: Memory):
+        self._allocator = allocator
+        self._graph, self._plan, self._memory = graph, plan, memory
+        self._events: dict[Fork, Events] = {}
+        self._most_bytes = self._play(allocator.copy(), slice(None)).peak_bytes
+
+    def harmless(self, possible: Sequence[Fork]) -> list[Fork]:
+        """The best of some forks of which none alone, nor all together, take more in any order that is tried."""
+        left, good = list(possible), set()
+        while not good.issuperset(chosen := apart(left)):
+            new = [fork for fork in chosen if fork not in good]
+            good.update(self._harmless_alone(new))
+            rejected = set(new) - good
+            left = [fork for fork in left if fork not in rejected]
+        return self._harmless_together(chosen)
+
+    def in_some_order(self, forks: Sequence[Fork], rng: np.random.Generator) -> Memory:
+        """The plan's simulation with the events of each fork in one of their orders, drawn at random."""
+        index = np.arange(len(self._memory.event_bytes))
+        for fork in forks:
+            events = self._events_of(fork)
+            index[events.begin : events.end] = events.drawn(rng)
+        return self._memory.with_events(index)
+
+    def _harmless_alone(self, forks: list[Fork]) -> list[Fork]:
+        allocator, good, at = self._allocator.copy(), [], 0
+        for fork in forks:
+            events = self._events_of(fork)
+            self._play(allocator, slice(at, events.begin))
+            at = events.begin
+            chain = self._in_chain(allocator, events)
+            if all(self._takes_no_more(allocator.copy(), order, chain) for order in events.orders()):
+                good.append(fork)
+        return good
+
+    def _in_chain(self, allocator: BfcAllocator, events: Events) -> list[tuple[slice, BfcAllocator]]:
+        """A fork's events and some behind them, in parts, each with the allocator behind it."""
+        bounds = [events.begin, *(events.end + count for count in _PLAYED_ON)]
+        found = []
+        for part in itertools.starmap(slice, itertools.pairwise(bounds)):
+            allocator = allocator.copy()
+            self._play(allocator, part)
+            found.append((part, allocator))
+        return found
+
+    def _takes_no_more(
+        self, allocator: BfcAllocator, order: np.ndarray, chain: list[tuple[slice, BfcAllocator]]
+    ) -> bool:
+        """Whether an order keeps to the chain's peak until all lies as in the chain, or to the last part."""
+        for k, (part, as_in_chain) in enumerate(chain):
+            if self._play(allocator, part if k else order).peak_bytes > self._most_bytes:
+                return False
+            if allocator.holds_the_same(as_in_chain):
+                return True
+        return True
+
+    def _harmless_together(self, forks: list[Fork]) -> list[Fork]:
+        """Those left once each is given up behind which an order takes more."""
+        rng = np.random.default_rng(0)
+        tries = 0
+        while forks and tries < _TRIES_TOGETHER:
+            order = self.in_some_order(forks, rng)
+            played = play(self._allocator.copy(), order.event_buffer, order.event_bytes)
+            tries += 1
+            over = np.flatnonzero(played.in_use_bytes > self._most_bytes)
+            if len(over):
+                nearest = max(k for k, fork in enumerate(forks) if self._events_of(fork).begin <= over[0])
+                forks, tries = forks[:nearest] + forks[nearest + 1 :], 0
+        return forks
+
+    def _events_of(self, fork: Fork) -> Events:
+        if fork not in self._events:
+            self._events[fork] = Events(self._graph, self._plan, self._memory, fork)
+        return self._events[fork]
+
+    def _play(self, allocator: BfcAllocator, events: slice | np.ndarray) -> Playback:
+        return play(allocator, self._memory.event_buffer[events], self._memory.event_bytes[events])
