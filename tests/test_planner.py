@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from small_steps import LAYERS, MIB, training_step, unit_costs
 
-from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.core.schedule import SequenceSchedule
 from checkmate_tf.core.simulate import working_set_bytes
@@ -21,61 +21,7 @@ from checkmate_tf.planning.replay import replay
 from checkmate_tf.planning.search import Search
 from checkmate_tf.solvers.remote import Point
 
-MIB = 1 << 20
 BASE = 3 * MIB
-LAYERS = 8
-
-
-def op_graph(ops: dict[str, tuple[tuple[str, ...], int]]) -> OpGraph:
-    """From name -> (names of the ops whose tensors are read, bytes made). What makes nothing is an update."""
-    names = list(ops)
-    made = [name for name, (_, nbytes) in ops.items() if nbytes]
-    return OpGraph(
-        names=tuple(names),
-        types=("Op",) * len(names),
-        inputs=tuple(tuple(map(made.index, reads)) for reads, _ in ops.values()),
-        controls=((),) * len(names),
-        outputs=tuple((made.index(name),) if name in made else () for name in names),
-        producer=np.array([names.index(name) for name in made]),
-        tensor_bytes=np.array([ops[name][1] for name in made]),
-        storage=np.arange(len(made)),
-        persistent=np.zeros(len(made), dtype=bool),
-        takeover=((),) * len(names),
-        once=np.array([name not in made for name in names]),
-        is_gradient=np.array([name.startswith(("loss", "backward", "update")) for name in names]),
-    )
-
-
-def training_step() -> OpGraph:
-    """A chain: forward ops of 1 MiB, then for each a gradient of 1 MiB and an update."""
-    ops = {"forward0": ((), MIB)}
-    ops |= {f"forward{k}": ((f"forward{k - 1}",), MIB) for k in range(1, LAYERS)}
-    gradient = "loss"
-    ops[gradient] = ((f"forward{LAYERS - 1}",), MIB)
-    for k in reversed(range(LAYERS)):
-        ops[f"backward{k}"] = ((f"forward{k}", gradient), MIB)
-        gradient = f"backward{k}"
-        ops[f"update{k}"] = ((gradient,), 0)
-    return op_graph(ops)
-
-
-def branched_step() -> OpGraph:
-    """Two forward ops that may run beside each other, before the peak."""
-    return op_graph(
-        {
-            "input": ((), MIB),
-            "left": (("input",), MIB),
-            "right": (("input",), MIB),
-            "join": (("left", "right"), 4 * MIB),
-            "loss": (("join",), MIB),
-            "backward": (("loss", "join"), MIB),
-            "update": (("backward",), 0),
-        }
-    )
-
-
-def unit_costs(graph) -> Costs:
-    return Costs(np.ones(graph.n), np.zeros(graph.n, dtype=np.int64))
 
 
 def planner(report, **more) -> Planner:
@@ -323,40 +269,6 @@ def test_a_plan_keeps_the_budget_in_every_state_of_the_allocator():
     assert tried == {1, STATES}
     smallest = plans.minimum()
     assert smallest.peak_bytes >= smallest.memory.peak_bytes + BASE + MIB
-
-
-def branched(more_bytes: int, busy: float = 0.5) -> Planner:
-    """A planner of the branched step; orders other than the chain's take some memory more."""
-
-    def report(memory, *_):
-        in_order = np.all(np.diff(memory.event_step) >= 0)
-        return int(memory.counted_bytes(0).max()) + BASE + (0 if in_order else more_bytes)
-
-    graph = branched_step()
-    costs = Costs(np.ones(graph.n), np.zeros(graph.n, np.int64), busy=np.full(graph.n, busy))
-    return Planner(graph, costs, base_bytes=BASE, allocator_peak=report)
-
-
-def test_a_plan_forks_where_every_order_keeps_the_budget():
-    plans = branched(MIB)
-    chain = plans.plan(1 << 40, time_limit_s=2)
-    in_chain = chain.peak_bytes
-    forked = plans.forked(chain, in_chain + MIB)
-    (fork,) = forked.forks
-    assert [forked.op_graph.names[op] for op in forked.plan.ops[fork.middle : fork.end]] == ["right"]
-    assert in_chain <= forked.peak_bytes <= in_chain + MIB
-    assert not forked.runs_as(chain)
-    assert plans.forked(forked, in_chain + MIB).runs_as(forked)
-    again = plans.confirmed(forked, in_chain + MIB - 1)
-    for unforked in (plans.forked(chain, in_chain + MIB - 1), plans.forked(again, in_chain + MIB - 1)):
-        assert unforked.forks == ()
-        assert unforked.peak_bytes == in_chain
-        assert unforked.runs_as(chain)
-
-
-def test_ops_that_keep_the_device_busy_do_not_fork():
-    plans = branched(0, busy=1.0)
-    assert plans.forked(plans.plan(1 << 40, time_limit_s=2), 1 << 40).forks == ()
 
 
 def test_a_plan_whose_small_tensors_do_not_count_still_keeps_the_budget_in_every_state():

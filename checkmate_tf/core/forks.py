@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from checkmate_tf.core.allocator import BfcAllocator, Playback, play
-from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.core.opgraph import CONTROL_FLOW, Costs, OpGraph
 from checkmate_tf.core.plan import Plan
 from checkmate_tf.core.simulate import Memory
 
 _UNORDERED = frozenset({"Const", "Placeholder", "ReadVariableOp", "NoOp"})
-_WITH_BODIES = frozenset({"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"})
 _LEAST_SHARE = 1 / 2048  # of a plan's time; forks that save less are not worth their while
 _MOST_STEPS = 6  # in a lane
 _MOST_PER_STEP = 8  # forks that begin with it
@@ -65,10 +64,10 @@ def possible_forks(graph: OpGraph, plan: Plan, costs: Costs) -> list[Fork]:
         costs: Its costs. Lanes share the device: both together take as long as the longer one, and as they keep
             all of the device busy.
     """
+    if not CONTROL_FLOW.isdisjoint(graph.types):
+        return []
     fused = np.zeros(graph.n, bool)
     fused[[*graph.pairs, *graph.pairs.values()]] = True
-    if not _WITH_BODIES.isdisjoint(graph.types):
-        return []
     is_ordered_op = is_ordered(graph)
     ordered = is_ordered_op[plan.ops]
     alone = ((graph.once | fused)[plan.ops] & ordered).tolist()
@@ -105,22 +104,23 @@ class _Lane:
     """What the steps of a first lane make and read."""
 
     def __init__(self, graph: OpGraph, plan: Plan, begin: int, end: int, is_ordered_op: np.ndarray):
-        self.begin, self.end = begin, end
         self._graph, self._plan = graph, plan
         self._read = set().union(*(_storage_read(graph, plan, step) for step in range(begin, end)))
         self._depends = set(range(begin, end))
+        self._awaited = set(plan.ops[begin:end].tolist())
         self._is_ordered = is_ordered_op
 
     def may_run_beside(self, steps: range) -> bool:
         """Whether some steps, the next ones behind those asked about before, may run in the second lane."""
         graph, plan = self._graph, self._plan
         for step in steps:
-            awaited = {int(plan.ops[s]) for s in self._depends}
-            if self._depends.intersection(plan.sources[step]) or awaited.intersection(graph.controls[plan.ops[step]]):
-                if self._is_ordered[plan.ops[step]]:
+            op = int(plan.ops[step])
+            if self._depends.intersection(plan.sources[step]) or self._awaited.intersection(graph.controls[op]):
+                if self._is_ordered[op]:
                     return False
                 self._depends.add(step)
-            if any(int(graph.storage[t]) in self._read for t in graph.takeover[plan.ops[step]]):
+                self._awaited.add(op)
+            if any(int(graph.storage[t]) in self._read for t in graph.takeover[op]):
                 return False
         return True
 

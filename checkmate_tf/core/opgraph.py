@@ -10,6 +10,9 @@ import numpy as np
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.errors import GraphError
 
+CONTROL_FLOW = frozenset({"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"})
+"""TensorFlow's types of the ops that run other graphs, as often as they find."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpGraph:

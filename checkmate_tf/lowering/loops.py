@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, node_def_pb2
 from tensorflow.python.framework import op_def_registry
 
-from checkmate_tf.core.opgraph import OpGraph
+from checkmate_tf.core.opgraph import CONTROL_FLOW, OpGraph
 from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.rebuild import call_unoptimized
@@ -29,9 +29,7 @@ from checkmate_tf.lowering.single_op import known_value, nbytes, single_op, stan
 _log = logging.getLogger(__name__)
 
 _LOOPS = frozenset({"While", "StatelessWhile"})
-_CALLS = frozenset(
-    {*_LOOPS, "If", "StatelessIf", "Case", "StatelessCase", "PartitionedCall", "StatefulPartitionedCall"}
-)
+_CALLS = CONTROL_FLOW | {"PartitionedCall", "StatefulPartitionedCall"}
 _COMPARISONS = frozenset({"Less", "LessEqual", "Greater", "GreaterEqual"})
 _OF_CONDITIONS = _COMPARISONS | {"LogicalAnd", "Identity", "Const", "NoOp"}
 _ONLY_READ = frozenset({"ReadVariableOp", "VariableShape", "ResourceGather"})

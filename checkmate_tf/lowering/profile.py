@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.core.opgraph import CONTROL_FLOW, Costs, OpGraph
 from checkmate_tf.lowering.arena import exact_chunks
 from checkmate_tf.lowering.device import threads, uncounted_below_bytes
 from checkmate_tf.lowering.extract import ExtractedStep
@@ -33,7 +33,6 @@ _MOST_REPEATS = 15
 _BLOCK_MARGIN_BYTES = 256 << 20
 _POOLING = frozenset({"MaxPool", "MaxPool3D"})
 _POOLED_ITEM_BYTES = 4  # oneDNN pools float32 here
-_CONTROL_FLOW = frozenset({"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,7 +123,7 @@ def _matters(step: ExtractedStep, op: int) -> bool:
     return (
         (_is_large(step, op) or any(kind in operation.type for kind in _SCRATCH_KINDS))
         and not step.op_graph.once[op]
-        and operation.type not in _CONTROL_FLOW
+        and operation.type not in CONTROL_FLOW
         and all(t.shape.is_fully_defined() and t.dtype not in (tf.resource, tf.variant, tf.string) for t in tensors)
     )
 

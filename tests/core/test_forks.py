@@ -376,7 +376,7 @@ def test_the_checker_knows_what_may_run_side_by_side(fork, more, rule):
 
 
 def test_forks_that_take_more_together_than_alone_are_given_up_one_by_one(monkeypatch):
-    """Whatever two forks do takes too much here."""
+    """What two forks do takes too much here where both do it."""
     made = Builder()
     for _ in range(5):
         made.add(makes=[64 * KIB])
