@@ -6,6 +6,7 @@ import numpy as np
 from small_steps import MIB, op_graph
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.planning.forking import forked
 from checkmate_tf.planning.planner import Planner
 
 BASE = 3 * MIB
@@ -42,17 +43,40 @@ def test_a_plan_forks_where_every_order_keeps_the_budget():
     plans = branched(MIB)
     chain = plans.plan(1 << 40, time_limit_s=2)
     in_chain = chain.peak_bytes
-    forked = plans.forked(chain, in_chain + MIB)
-    (fork,) = forked.forks
-    assert [forked.op_graph.names[op] for op in forked.plan.ops[fork.middle : fork.end]] == ["right"]
-    assert in_chain <= forked.peak_bytes <= in_chain + MIB
-    assert not forked.runs_as(chain)
-    assert plans.forked(forked, in_chain + MIB).runs_as(forked)
-    again = plans.confirmed(forked, in_chain + MIB - 1)
+    found = plans.forked(chain, in_chain + MIB)
+    (fork,) = found.forks
+    assert [found.op_graph.names[op] for op in found.plan.ops[fork.middle : fork.end]] == ["right"]
+    assert in_chain <= found.peak_bytes <= in_chain + MIB
+    assert not found.runs_as(chain)
+    assert plans.forked(found, in_chain + MIB).runs_as(found)
+    again = plans.confirmed(found, in_chain + MIB - 1)
     for unforked in (plans.forked(chain, in_chain + MIB - 1), plans.forked(again, in_chain + MIB - 1)):
         assert unforked.forks == ()
         assert unforked.peak_bytes == in_chain
         assert unforked.runs_as(chain)
+
+
+def test_a_fork_that_takes_more_costs_no_other_one():
+    ops = {"out_0": ((), MIB)}
+    for k in range(1, 6):
+        ops |= {f"{side}_{k}": ((f"out_{k - 1}",), MIB) for side in ("left", "right")}
+        ops[f"out_{k}"] = ((f"left_{k}", f"right_{k}"), 4 * MIB)
+    graph = op_graph(ops | {"update": (("out_5",), 0)})
+    costs = Costs(np.ones(graph.n), np.zeros(graph.n, np.int64), busy=np.full(graph.n, 0.5))
+    chain = Planner(graph, costs, base_bytes=0, allocator_peak=of_tensors).plan(1 << 40, time_limit_s=2)
+    runs = [chain.op_graph.names[op] for op in chain.plan.ops]
+    third = runs.index("out_2") + 1, runs.index("out_3")
+
+    def more_in_third(memory, *_):
+        inside = memory.event_step[(memory.event_step >= third[0]) & (memory.event_step < third[1])]
+        return of_tensors(memory) + (0 if np.all(np.diff(inside) >= 0) else 1)
+
+    found = forked(chain, chain.peak_bytes, more_in_third)
+    assert [runs[fork.begin - 1] for fork in found.forks] == ["out_0", "out_1", "out_3", "out_4"]
+
+
+def of_tensors(memory, *_) -> int:
+    return int(memory.counted_bytes(0).max())
 
 
 def test_ops_that_keep_the_device_busy_do_not_fork():

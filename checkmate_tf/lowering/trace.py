@@ -110,8 +110,8 @@ def _simplify(
 ) -> graph_pb2.GraphDef:
     """Runs Grappler on an unplanned graph (on a planned one its rewrites would make cycles).
 
-    It merges ops (a convolution, its bias and a ReLU) only where it sees the device that they will run on, as
-    it does when Keras runs the step.
+    It merges ops (a convolution, its bias and a ReLU) only where it sees the device that they will run on, and folds
+    what is constant only where it sees the variables' shapes, as it does when Keras runs the step.
 
     Args:
         function: The unmodified step.
@@ -125,6 +125,7 @@ def _simplify(
     placed = f"/job:localhost/replica:0/task:0/device:{device.name_of(function.variables)}"
     for node in graph_def.node:
         node.device = node.device or placed
+    handles = _take_handles(graph_def, function)
     meta_graph = saver.export_meta_graph(graph_def=graph_def, graph=graph)
     keep = meta_graph_pb2.CollectionDef()
     keep.node_list.value.extend(t.name for t in [*graph.inputs, *graph.outputs])
@@ -136,6 +137,8 @@ def _simplify(
     rewrites.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
     simplified = tf_optimizer.OptimizeGraph(config, meta_graph)
     for node in simplified.node:
+        if node.name in handles:
+            node.CopyFrom(handles[node.name])
         if node.name in lowered:
             node.attr[_LOWER].b = True
         if node.device == placed:
@@ -159,6 +162,27 @@ def _take_lowering_marks(graph_def: graph_pb2.GraphDef) -> set[str]:
         if node.name in marked:
             del node.attr[_LOWER]
     return marked
+
+
+def _take_handles(graph_def: graph_pb2.GraphDef, function) -> dict[str, node_def_pb2.NodeDef]:
+    """Puts handles of known shape in place of the placeholders for variables; returns these by name."""
+    variables = {id(variable.handle): variable for variable in function.variables}
+    fed = {
+        placeholder.op.name: variables[id(captured)]
+        for captured, placeholder in function.graph.captures
+        if id(captured) in variables
+    }
+    taken = {}
+    for node in graph_def.node:
+        if node.name in fed:
+            taken[node.name] = node_def_pb2.NodeDef()
+            taken[node.name].CopyFrom(node)
+            node.op = "VarHandleOp"
+            node.attr.clear()
+            node.attr["dtype"].type = fed[node.name].dtype.as_datatype_enum
+            node.attr["shape"].shape.CopyFrom(fed[node.name].shape.as_proto())
+            node.attr["shared_name"].s = node.name.encode()
+    return taken
 
 
 def _shapes_not_inferred(graph: tf.Graph) -> dict[str, list]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from checkmate_tf.core.allocator import divided
 from checkmate_tf.core.forks import Fork, Trial, possible_forks
+from checkmate_tf.core.simulate import Memory
 from checkmate_tf.core.validate import validate_forks
 from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.partition import STATES, AllocatorPeak
 
 _ORDERS = 4  # of the events of all forks, drawn at random
 _SEED = 1  # of those; other ones than a trial draws
+_MOST_ASKED = 32  # answers of the device's allocator about parts of the forks
 
 
 def forked(
@@ -23,7 +25,7 @@ def forked(
     """The same plan with forks with which it keeps the budget too: those that it has, if it does, or others, or none.
 
     They are chosen on an allocator of our own, in a state that is simpler than the device's. The device's has the last
-    word: where it takes more than the budget in some order, fewer are tried, those that gain most.
+    word: forks with which it takes more than the budget in some order are left out.
 
     Args:
         candidate: A plan that keeps the budget, in memory divided for it.
@@ -44,21 +46,33 @@ def forked(
         return chain
     counted = memory.with_events(memory.large_events(uncounted_below_bytes))
     trial = Trial(divided(chain.partition, uncounted_below_bytes), graph, plan, counted)
-    for forks in _ever_fewer(candidate.forks or trial.harmless(possible)):
+
+    def in_some_orders(forks: list[Fork]) -> Iterator[Memory]:
         rng = np.random.default_rng(_SEED)
-        orders = [trial.in_some_order(forks, rng) for _ in range(_ORDERS)]
-        enough = budget_bytes + 1
-        worst = (allocator_peak(order, chain.partition, STATES, enough) for order in orders)
-        if all(peak is not None and peak <= budget_bytes for peak in worst):
-            peaks = [chain.peak_bytes, *(allocator_peak(order, chain.partition) for order in orders)]
-            validate_forks(graph, plan, forks)
-            return dataclasses.replace(chain, forks=tuple(forks), peak_bytes=int(np.median(peaks)))
-    return chain
+        return (trial.in_some_order(forks, rng) for _ in range(_ORDERS))
+
+    def keep_budget(forks: list[Fork]) -> bool:
+        peaks = (allocator_peak(order, chain.partition, STATES, budget_bytes + 1) for order in in_some_orders(forks))
+        return all(peak is not None and peak <= budget_bytes for peak in peaks)
+
+    forks = _most(candidate.forks or trial.harmless(possible), keep_budget)
+    if not forks:
+        return chain
+    validate_forks(graph, plan, forks)
+    peaks = [chain.peak_bytes, *(allocator_peak(order, chain.partition) for order in in_some_orders(forks))]
+    return dataclasses.replace(chain, forks=tuple(forks), peak_bytes=int(np.median(peaks)))
 
 
-def _ever_fewer(forks: Sequence[Fork]) -> Iterator[Sequence[Fork]]:
-    """All, the half that gains most, half of those, and so on."""
-    while forks:
-        yield forks
-        most = sorted(forks, key=lambda fork: fork.gain_s)[(len(forks) + 1) // 2 :]
-        forks = [fork for fork in forks if fork in most]
+def _most(forks: Sequence[Fork], keep_budget: Callable[[list[Fork]], bool]) -> list[Fork]:
+    """All of some forks, or what is left without those, found by halving, with which the budget is not kept."""
+    kept: list[Fork] = []
+    parts = [sorted(forks, key=lambda fork: fork.gain_s, reverse=True)]
+    for _ in range(_MOST_ASKED):
+        if not parts:
+            break
+        part = parts.pop()
+        if keep_budget(sorted([*kept, *part], key=lambda fork: fork.begin)):
+            kept += part
+        elif len(part) > 1:
+            parts += [part[len(part) // 2 :], part[: len(part) // 2]]
+    return sorted(kept, key=lambda fork: fork.begin)

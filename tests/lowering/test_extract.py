@@ -195,6 +195,21 @@ def test_variable_reads_keep_their_shapes():
         assert operation.outputs[0].shape.is_fully_defined()
 
 
+def test_shapes_of_variables_are_folded_as_when_keras_runs_the_step():
+    kernel = tf.Variable(tf.ones([3, 3, 1, 2]))
+
+    def run(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.nn.conv2d(x, kernel, 1, "SAME") ** 2)
+        kernel.assign_sub(tape.gradient(loss, kernel))
+        return loss
+
+    traced = trace(run, tf.TensorSpec([2, 4, 4, 1]))
+    kinds = {node.name: node.op for node in traced.graph_def.node}
+    assert not {"Shape", "ShapeN"} & set(kinds.values())
+    assert all(kinds[name.partition(":")[0]] == "Placeholder" for name in traced.feeds)
+
+
 def test_steps_are_traced_for_nested_batches():
     step = Step(lambda batch: batch["x"] + batch["y"][0], ({"x": numbers(2), "y": (numbers(2),)},), [])
     spec = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape), step.batch[0])
