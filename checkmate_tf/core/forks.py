@@ -21,6 +21,7 @@ from checkmate_tf.core.simulate import Memory
 
 _UNORDERED = frozenset({"Const", "Placeholder", "ReadVariableOp", "NoOp"})
 _LEAST_SHARE = 1 / 2048  # of a plan's time; forks that save less are not worth their while
+_LEAST_S = 5e-5  # nor are those that save less than it takes to wake a thread
 _MOST_STEPS = 6  # in a lane
 _MOST_PER_STEP = 8  # forks that begin with it
 _LENGTH_COSTS = 1e-4  # of what a fork saves, for each step: of two that save the same, the shorter one is better
@@ -75,7 +76,7 @@ def possible_forks(graph: OpGraph, plan: Plan, costs: Costs) -> list[Fork]:
     bounds = [*steps, len(plan)]
     time_s = np.where(plan.instance > 0, costs.again_s[plan.ops], costs.time_s[plan.ops])
     seconds, idle = time_s.tolist(), (time_s * (1 - costs.busy[plan.ops])).tolist()
-    least_s = _LEAST_SHARE * float(time_s.sum())
+    least_s = max(_LEAST_S, _LEAST_SHARE * float(time_s.sum()))
     found = []
     for k, begin in enumerate(steps):
         here = []
