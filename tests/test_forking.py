@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from small_steps import MIB, op_graph
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
@@ -79,6 +80,7 @@ def of_tensors(memory, *_) -> int:
     return int(memory.counted_bytes(0).max())
 
 
-def test_ops_that_keep_the_device_busy_do_not_fork():
-    plans = branched(0, busy=1.0)
+@pytest.mark.parametrize("busy", [0.97, 1.0])
+def test_ops_that_keep_the_device_busy_do_not_fork(busy):
+    plans = branched(0, busy=busy)
     assert plans.forked(plans.plan(1 << 40, time_limit_s=2), 1 << 40).forks == ()

@@ -16,6 +16,7 @@ from checkmate_tf.planning.partition import STATES, AllocatorPeak
 
 _ORDERS = 4  # of the events of all forks, drawn at random
 _SEED = 1  # of those; other ones than a trial draws
+_LEAST_SAVED = 0.02  # of a plan's time by all forks, at best: to run lanes at all costs about 0.01
 _MOST_ASKED = 32  # answers of the device's allocator about parts of the forks
 
 
@@ -23,6 +24,8 @@ def forked(
     candidate: Candidate, budget_bytes: int, allocator_peak: AllocatorPeak, *, uncounted_below_bytes: int = 0
 ) -> Candidate:
     """The same plan with forks with which it keeps the budget too: those that it has, if it does, or others, or none.
+
+    A plan with few or small forks is faster as a chain, which runs without a thread pool.
 
     They are chosen on an allocator of our own, in a state that is simpler than the device's. The device's has the last
     word: forks with which it takes more than the budget in some order are left out.
@@ -56,7 +59,7 @@ def forked(
         return all(peak is not None and peak <= budget_bytes for peak in peaks)
 
     forks = _most(candidate.forks or trial.harmless(possible), keep_budget)
-    if not forks:
+    if sum(fork.gain_s for fork in forks) < _LEAST_SAVED * chain.time_s:
         return chain
     validate_forks(graph, plan, forks)
     peaks = [chain.peak_bytes, *(allocator_peak(order, chain.partition) for order in in_some_orders(forks))]
