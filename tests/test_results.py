@@ -23,6 +23,14 @@ def test_rows_are_consistent(result):
             assert row["within_budget"] == (row["measured_peak_bytes"] <= row["budget_bytes"])
 
 
+def test_every_plan_kept_its_budget_from_the_first_step_on_and_its_prediction(result):
+    planned = [row for row in result["rows"] if "error" not in row]
+    for row in planned:
+        assert max(row["first_step_peak_bytes"], row["measured_peak_bytes"]) <= row["budget_bytes"]
+        assert row["measured_peak_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.03)
+    assert {row["case"] for row in planned} == {row["case"] for row in result["rows"]}
+
+
 @pytest.fixture(scope="module")
 def readme_table():
     spec = importlib.util.spec_from_file_location("readme_table", ROOT / "experiments" / "readme_table.py")
