@@ -404,7 +404,6 @@ class PlannedStep:
         self._use(self.candidate if found is None else planner.forked(found, target_bytes))
         self._peaks.clear()
         self._seconds.clear()
-        devices.reset_peak(self._profiled.device)
 
     def _use(self, candidate: Candidate) -> None:
         """Runs a plan from now on, in memory divided for it."""
