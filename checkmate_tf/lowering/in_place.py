@@ -17,6 +17,8 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, graph_pb2, node_def_pb2
 from tensorflow.python.framework import kernels
 
+from checkmate_tf.lowering.trace import variables_by_input
+
 _ONE_ROW = "in_place/one_row"
 _INT32 = attr_value_pb2.AttrValue(type=tf.int32.as_datatype_enum)
 _EMPTY = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue())
@@ -31,11 +33,10 @@ def writable(function: tf.types.experimental.ConcreteFunction) -> set[str]:
 
     Their shape is known and not empty, and the device has the kernels for their type.
     """
-    inputs = {id(handle): placeholder.op.name for handle, placeholder in function.graph.captures}
     return {
-        inputs[id(variable.handle)]
-        for variable in function.variables
-        if id(variable.handle) in inputs and variable.shape.num_elements() and _has_kernels(variable)
+        name
+        for name, variable in variables_by_input(function).items()
+        if variable.shape.num_elements() and _has_kernels(variable)
     }
 
 

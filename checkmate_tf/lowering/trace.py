@@ -164,23 +164,24 @@ def _take_lowering_marks(graph_def: graph_pb2.GraphDef) -> set[str]:
     return marked
 
 
+def variables_by_input(function: tf.types.experimental.ConcreteFunction) -> dict[str, tf.Variable]:
+    """Name of each input of a function that is a variable's -> the variable."""
+    inputs = {id(handle): placeholder.op.name for handle, placeholder in function.graph.captures}
+    return {inputs[id(variable.handle)]: variable for variable in function.variables if id(variable.handle) in inputs}
+
+
 def _take_handles(graph_def: graph_pb2.GraphDef, function) -> dict[str, node_def_pb2.NodeDef]:
     """Puts handles of known shape in place of the placeholders for variables; returns these by name."""
-    variables = {id(variable.handle): variable for variable in function.variables}
-    fed = {
-        placeholder.op.name: variables[id(captured)]
-        for captured, placeholder in function.graph.captures
-        if id(captured) in variables
-    }
+    variables = variables_by_input(function)
     taken = {}
     for node in graph_def.node:
-        if node.name in fed:
+        if node.name in variables:
             taken[node.name] = node_def_pb2.NodeDef()
             taken[node.name].CopyFrom(node)
             node.op = "VarHandleOp"
             node.attr.clear()
-            node.attr["dtype"].type = fed[node.name].dtype.as_datatype_enum
-            node.attr["shape"].shape.CopyFrom(fed[node.name].shape.as_proto())
+            node.attr["dtype"].type = variables[node.name].dtype.as_datatype_enum
+            node.attr["shape"].shape.CopyFrom(variables[node.name].shape.as_proto())
             node.attr["shared_name"].s = node.name.encode()
     return taken
 

@@ -25,10 +25,9 @@ def forked(
 ) -> Candidate:
     """The same plan with forks with which it keeps the budget too: those that it has, if it does, or others, or none.
 
-    A plan with few or small forks is faster as a chain, which runs without a thread pool.
-
-    They are chosen on an allocator of our own, in a state that is simpler than the device's. The device's has the last
-    word: forks with which it takes more than the budget in some order are left out.
+    Forks are chosen on an allocator of our own, in a state that is simpler than the device's. The device's has the last
+    word: those with which it takes more than the budget in some order are left out. Where the rest saves too little for
+    what lanes cost, the plan stays a chain.
 
     Args:
         candidate: A plan that keeps the budget, in memory divided for it.
