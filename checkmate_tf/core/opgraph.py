@@ -42,6 +42,7 @@ class OpGraph:
         again: For an op that a leaner one can stand in for when it runs again: the tensors that the
             leaner one reads, some of them the op's own from its first run. It makes the first output
             only, the same to the bit; the others stay as the first run made them.
+        first_last: Ops that allocate their first output after the others.
     """
 
     names: tuple[str, ...]
@@ -59,6 +60,7 @@ class OpGraph:
     results: tuple[int, ...] = ()
     pairs: dict[int, int] = dataclasses.field(default_factory=dict)
     again: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    first_last: frozenset[int] = frozenset()
 
     def read_by(self, op: int, *, again: bool) -> tuple[int, ...]:
         """The tensors that an op reads when it runs for the first time, or again."""

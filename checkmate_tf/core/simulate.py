@@ -97,7 +97,10 @@ def simulate(graph: OpGraph, plan: Plan, workspace_bytes: np.ndarray | None = No
         owners = [home[source, t] for source, t in zip(sources, inputs, strict=True)]
         dying = {(s, graph.outputs[plan.ops[s]][k]) for s, k in plan.frees[step]}
         taken = _takeover(graph, op, inputs, owners, dying, owned)
-        for k, t in enumerate(outputs):
+        in_turn = [*enumerate(outputs)]
+        if op in graph.first_last:
+            in_turn.append(in_turn.pop(0))
+        for k, t in in_turn:
             if storage[t] != t:
                 same = (o for o, i in zip(owners, inputs, strict=True) if storage[i] == storage[t])
                 home[step, t] = next(same, (step, t))

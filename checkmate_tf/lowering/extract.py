@@ -25,6 +25,7 @@ _NO_STORAGE = frozenset({tf.resource, tf.variant, tf.string})
 # Elements of the last output, which TensorFlow knows only when the op runs on a CPU: with a ReLU, oneDNN keeps a bit
 # per element of the first, and TensorFlow a number per byte of that.
 _RESERVED = {"FusedBatchNormV3": lambda _: 0, "_FusedBatchNormEx": lambda elements: -(-elements // 8)}
+_FIRST_LAST = frozenset({"_FusedBatchNormEx"})  # on a CPU, which has it with oneDNN only
 _EMPTY_LISTS = frozenset({"EmptyTensorList", "TensorListReserve"})
 _READS_ONLY = frozenset({"ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
 _ONEDNN_TYPES = (tf.float32, tf.bfloat16, tf.float16)
@@ -84,6 +85,7 @@ def extract(traced: TracedStep) -> ExtractedStep:
         results=tuple(tensor_number[name] for name in traced.fetches),
         pairs=_fused_pairs(ops, number),
         again={number[op]: tuple(tensor_number[t.name] for t in rerun.inputs) for op, rerun in reruns.items()},
+        first_last=frozenset(number[op.name] for op in ops if on_cpu and op.type in _FIRST_LAST),
     )
     op_graph.check()
     return ExtractedStep(traced, graph, op_graph, unsized)

@@ -99,14 +99,21 @@ def trace(
     kept = [op.name for op in [*(t.op for t in [*graph.inputs, *graph.outputs]), *graph.control_outputs]]
     on_cpu = "CPU" in device.name_of(function.variables)
     rewritten = rewrite(graph_def, specs, kept, rules, alternatives=alternatives, chosen=chosen, on_cpu=on_cpu)
-    simplified = _simplify(function, rewritten.graph_def, reads, poolings_by_places(rewritten.graph_def.node))
+    left_alone = poolings_by_places(rewritten.graph_def.node)
+    merged = _simplify(function, rewritten.graph_def, reads, left_alone, fold=False)
+    simplified = _simplify(function, merged, reads, left_alone)
     poolings_by_places(simplified.node)
     again = leaner_reruns(simplified.node, on_cpu=on_cpu)
     return TracedStep(function, simplified, rewritten.stands_in, rewritten.fired, rewritten.offered, again)
 
 
 def _simplify(
-    function, graph_def: graph_pb2.GraphDef, reads: Mapping[str, tf.TensorSpec], left_alone: Sequence[str] = ()
+    function,
+    graph_def: graph_pb2.GraphDef,
+    reads: Mapping[str, tf.TensorSpec],
+    left_alone: Sequence[str] = (),
+    *,
+    fold: bool = True,
 ) -> graph_pb2.GraphDef:
     """Runs Grappler on an unplanned graph (on a planned one its rewrites would make cycles).
 
@@ -118,6 +125,8 @@ def _simplify(
         graph_def: The graph.
         reads: What those of its variable reads give that `function.graph` has not.
         left_alone: Names of ops that stay as they are.
+        fold: Whether to fold constants. A shape that is folded makes a control edge from what has it, and a ReLU with
+            such an edge is not merged with a batch norm.
     """
     graph = function.graph
     bodies = {body.signature.name: body for body in graph_def.library.function}
@@ -135,6 +144,8 @@ def _simplify(
     rewrites = config.graph_options.rewrite_options
     rewrites.min_graph_nodes = -1
     rewrites.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
+    if not fold:
+        rewrites.constant_folding = rewriter_config_pb2.RewriterConfig.OFF
     simplified = tf_optimizer.OptimizeGraph(config, meta_graph)
     for node in simplified.node:
         if node.name in handles:
