@@ -99,7 +99,7 @@ def simulate(graph: OpGraph, plan: Plan, workspace_bytes: np.ndarray | None = No
         taken = _takeover(graph, op, inputs, owners, dying, owned)
         in_turn = [*enumerate(outputs)]
         if op in graph.first_last:
-            in_turn.append(in_turn.pop(0))
+            in_turn = in_turn[1:] + in_turn[:1]
         for k, t in in_turn:
             if storage[t] != t:
                 same = (o for o, i in zip(owners, inputs, strict=True) if storage[i] == storage[t])
