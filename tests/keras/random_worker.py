@@ -26,6 +26,7 @@ from checkmate_tf.keras import train_step
 from checkmate_tf.pipeline import PlannedStep, ProfiledStep
 from checkmate_tf.planning import planner
 
+DEVICE = "CPU:0"
 HUGE_BYTES = 1 << 33
 TOLERANCE = 1e-9
 ROUNDING, AMPLIFIED = 4e-16, 10.0  # how far weights are moved, and how much farther than that another program may get
@@ -179,6 +180,7 @@ class _Watch:
         self.more_bytes = more_bytes
         self._model = model
         self._training = train_step.planned_training(model)
+        self._plan_again = PlannedStep._plan_again
 
     def __enter__(self):
         training, run, plan = self._training, self._training._run, self._training.plan
@@ -187,22 +189,31 @@ class _Watch:
             plan(data)
             if self.start is None:
                 self.start = state(self._model)
+            _reset_peak()
+
+        def planned_again(step, measured_bytes):
+            self._see(measured_bytes)
+            self._plan_again(step, measured_bytes)
+            _reset_peak()
 
         def watched(data):
-            known = len(training._steps)
-            tf.config.experimental.reset_memory_stats("CPU:0")
+            _reset_peak()
             result = run(data)
-            peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
-            budget = max((step.budget_bytes for step in training._steps.values() if step is not None), default=0)
-            if len(training._steps) == known and peak > budget + self.more_bytes:
-                self.over.append(f"a step took {peak} of {budget}")
+            self._see(tf.config.experimental.get_memory_info(DEVICE)["peak"])
             return result
 
         training._run, training.plan = watched, planned
+        PlannedStep._plan_again = planned_again
         return self
+
+    def _see(self, peak_bytes: int) -> None:
+        budget_bytes = max((s.budget_bytes for s in self._training._steps.values() if s is not None), default=0)
+        if peak_bytes > budget_bytes + self.more_bytes:
+            self.over.append(f"a step took {peak_bytes} of {budget_bytes}")
 
     def __exit__(self, *_: object) -> None:
         del self._training._run, self._training.plan
+        PlannedStep._plan_again = self._plan_again
 
 
 def require_within(steps, watch: _Watch) -> None:
@@ -218,6 +229,10 @@ def require_within(steps, watch: _Watch) -> None:
                 raise Failure("prediction", f"{step.candidate.peak_bytes} predicted, {step._peaks} measured")
     if watch.over:
         raise Failure("over", "; ".join(watch.over))
+
+
+def _reset_peak() -> None:
+    tf.config.experimental.reset_memory_stats(DEVICE)
 
 
 def variables(model) -> list:
