@@ -15,6 +15,7 @@ from checkmate_tf import budget as budgets
 from checkmate_tf import describe
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.plan import Plan, compile_plan
+from checkmate_tf.core.scaling import BatchScaling
 from checkmate_tf.core.simulate import Memory, simulate
 from checkmate_tf.errors import ModelError
 from checkmate_tf.lowering import device as devices
@@ -35,6 +36,7 @@ from checkmate_tf.reporting import ChoiceRow, ImplementationRow, Report
 _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
 _MORE_ROOM_BYTES = 256 << 20  # where this much is left of a free block, a request gets no more of it than it asked for
 _CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops; up to 9 KB were seen
+_SIDE_BY_SIDE = 1.1  # times its predicted peak: what an unmodified step, whose ops run at the same time, may take
 _BUILD_BYTES = 32 << 10  # what is made between planning and the first run: the function's own tensors
 
 _log = logging.getLogger(__name__)
@@ -99,8 +101,7 @@ class ProfiledStep:
         self.notes = _notes(self.profile.unsized)
         gc.collect()
         self.base_bytes = devices.in_use_bytes(self.device)
-        leaves = [leaf for leaf in tf.nest.flatten(spec) if leaf is not None]
-        self.batch_bytes = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in leaves)
+        self.batch_bytes = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in _leaves(spec))
         self.planner = self.planner_for(
             settings.strategy, self.profile.op_graph, self.profile.costs, archive_dir=settings.cache_dir
         )
@@ -227,6 +228,17 @@ class ProfiledStep:
         if self._plain_peak_bytes is None:
             self._plain_peak_bytes = self.unmodified().planner.unordered().peak_bytes
         return self._plain_peak_bytes
+
+    def plain_peak_at(self, spec) -> int:
+        """Predicted allocator peak of this step on a batch of fewer rows: ops run as they become ready.
+
+        Tensors are as large as a trace says. Workspace, which need not shrink with the batch, is taken to be as here,
+        and so is what the device holds throughout.
+        """
+        rows, fewer = (_leaves(whole)[0].shape[0] for whole in (self._spec, spec))
+        op_graph, costs = self.profile.op_graph, self.profile.costs
+        smaller, _ = BatchScaling.between(op_graph, costs, rows, self.op_graph_at(spec), fewer).at(fewer)
+        return self.planner_for("checkpoint_all", smaller, costs).unordered().peak_bytes
 
     def unmodified(self) -> ProfiledStep:
         """The step without equivalents in place of what the model does: this one where there are none."""
@@ -427,10 +439,16 @@ class PlannedStep:
         """Highest allocator peak of the measured runs, the first left out where there are more."""
         return max(self._peaks[1:] or self._peaks, default=None)
 
-    def plain_peak_at(self, fraction: float) -> int:
-        """Predicted peak of the unmodified step at a batch this many times as large, in bytes."""
-        base = self._profiled.base_bytes
-        return base + round(fraction * (self._profiled.plain_peak_bytes() - base))
+    def fits_unmodified(self, spec) -> bool:
+        """Whether the unmodified step keeps the budget on a smaller batch.
+
+        Args:
+            spec: The batch, as (nested) tf.TensorSpec with fewer rows than the planned one has.
+        """
+        profiled, most_bytes = self._profiled, self.budget_bytes / _SIDE_BY_SIDE
+        if profiled.plain_peak_bytes() <= most_bytes:
+            return True
+        return profiled.unmodified().plain_peak_at(spec) <= most_bytes
 
     def report(self) -> Report:
         """What was promised and what was measured."""
@@ -460,6 +478,10 @@ class PlannedStep:
             search_bounds=candidate.bounds,
             notes=(*profiled.notes, *self._notes),
         )
+
+
+def _leaves(spec) -> list[tf.TensorSpec]:
+    return [leaf for leaf in tf.nest.flatten(spec) if leaf is not None]
 
 
 def _notes(unsized: tuple[str, ...]) -> tuple[str, ...]:

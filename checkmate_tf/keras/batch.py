@@ -44,26 +44,20 @@ def signature(data) -> Hashable:
     )
 
 
-def fraction_of(data, whole_spec) -> float | None:
-    """How many times as large a batch is as a specification, if they differ in nothing but the number of rows.
+def is_part_of(data, whole_spec) -> bool:
+    """Whether a batch differs from a specification in nothing but that it has fewer rows.
 
     Args:
         data: Dense tensors.
         whole_spec: (Nested) tf.TensorSpec with static shapes.
-
-    Returns:
-        Rows / rows of the specification; None where anything else differs.
     """
     if str(tf.nest.map_structure(_kind, data)) != str(tf.nest.map_structure(_kind, whole_spec)):
-        return None
+        return False
     pairs = list(zip(_shapes(data), _shapes(whole_spec), strict=True))
     if not pairs or any(not part or not whole or part[1:] != whole[1:] for part, whole in pairs):
-        return None
-    rows = {(part[0], whole[0]) for part, whole in pairs}
-    if len(rows) != 1 or 0 in next(iter(rows)):
-        return None
-    part, whole = rows.pop()
-    return part / whole
+        return False
+    counts = {(part[0], whole[0]) for part, whole in pairs}
+    return len(counts) == 1 and all(0 < part < whole for part, whole in counts)
 
 
 def rows(data) -> int:

@@ -251,8 +251,8 @@ class PlannedTraining:
     def _fits_unmodified(self, data) -> str | None:
         """A smaller last batch runs unmodified when the unmodified step fits the budget at its size."""
         for key, step in self._steps.items():
-            fraction = batch.fraction_of(data, self._specs[key]) if step is not None else None
-            if fraction is not None and fraction < 1 and step.plain_peak_at(fraction) <= step.budget_bytes:
+            smaller = step is not None and batch.is_part_of(data, self._specs[key])
+            if smaller and step.fits_unmodified(batch.spec_of(data)):
                 return f"batches of {batch.rows(data)} fit the budget as they are."
         return None
 

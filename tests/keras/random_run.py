@@ -3,7 +3,8 @@
     python tests/keras/random_run.py --models 2000 --seed 0 --json random_models.json
 
 goes on where the file ends, and exits with 1 where something failed. Model number k of a seed is the same whatever
-the number of models. A worker has some models and goes, so that memory does not grow over thousands of them.
+the number of models. A worker has some models and goes, so that memory does not grow over thousands of them;
+there are as many at once as there are cores.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import hypothesis
 from random_models import recipes
@@ -28,7 +30,7 @@ from random_models import recipes
 from checkmate_tf._files import write_atomically
 
 HERE = pathlib.Path(__file__).parent
-PER_WORKER = 50
+PER_WORKER = 20
 TIMEOUT_S = 300.0  # for one model
 VERSION = 1
 
@@ -74,6 +76,20 @@ def checked(cases: list[dict], cache_dir: str) -> Iterator[dict]:
         if cases:
             yield {"number": cases[0]["number"], "outcome": "failed", **end}
             cases = cases[1:]
+
+
+def _by_workers(cases: list[dict], workers: int, cache_dir: str) -> Iterator[list[dict]]:
+    """The results of cases, some at a time and as they come; a failure comes with its recipe."""
+    recipe_of = {case["number"]: case["recipe"] for case in cases}
+
+    def work(some: list[dict]) -> list[dict]:
+        results = list(checked(some, cache_dir))
+        return [r if r["outcome"] != "failed" else {**r, "recipe": recipe_of[r["number"]]} for r in results]
+
+    with ThreadPoolExecutor(workers) as pool:
+        parts = [cases[k : k + PER_WORKER] for k in range(0, len(cases), PER_WORKER)]
+        for future in as_completed([pool.submit(work, part) for part in parts]):
+            yield future.result()
 
 
 def _from_worker(cases: list[dict], cache_dir: str, end: dict) -> Iterator[dict]:
@@ -138,26 +154,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at once (default: one per core)")
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("random_models.json"))
     options = parser.parse_args(arguments)
     past = json.loads(options.json.read_text()) if options.json.exists() else {"seed": options.seed, "results": []}
     if past["seed"] != options.seed:
         parser.error(f"{options.json} holds models of seed {past['seed']}")
     results = past["results"]
+    done = {result["number"] for result in results}
+    numbers = [number for number in range(options.models) if number not in done]
+    cases = [{"number": number, "recipe": drawn(options.seed, number)} for number in numbers]
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as cache_dir:
-        while len(results) < options.models:
-            numbers = range(len(results), min(options.models, len(results) + PER_WORKER))
-            cases = [{"number": number, "recipe": drawn(options.seed, number)} for number in numbers]
-            recipe_of = {case["number"]: case["recipe"] for case in cases}
-            for result in checked(cases, cache_dir):
-                if result["outcome"] == "failed":
-                    result["recipe"] = recipe_of[result["number"]]
-                results.append(result)
-                document = {"version": VERSION, "seed": options.seed, "summary": summary(results), "results": results}
-                write_atomically(options.json, json.dumps(document, indent=1))
-                sys.stdout.write(f"{time.monotonic() - start:.0f} s: {json.dumps(document['summary'])}\n")
-                sys.stdout.flush()
+        for some in _by_workers(cases, options.workers, cache_dir):
+            results = sorted(results + some, key=lambda result: result["number"])
+            document = {"version": VERSION, "seed": options.seed, "summary": summary(results), "results": results}
+            write_atomically(options.json, json.dumps(document, indent=1))
+            sys.stdout.write(f"{time.monotonic() - start:.0f} s: {json.dumps(document['summary'])}\n")
+            sys.stdout.flush()
     return int(any(result["outcome"] == "failed" for result in results))
 
 

@@ -24,7 +24,7 @@ import checkmate_tf
 from checkmate_tf.errors import CheckmateError, InfeasibleBudget
 from checkmate_tf.keras import train_step
 from checkmate_tf.pipeline import PlannedStep, ProfiledStep
-from checkmate_tf.planning import planner
+from checkmate_tf.planning import partition, planner
 
 DEVICE = "CPU:0"
 HUGE_BYTES = 1 << 33
@@ -35,6 +35,7 @@ PIPELINE_BYTES = 64 << 10  # on a CPU the pipeline that draws batches has its sm
 GRANULARITY_BYTES = 256 << 10  # smaller tensors are not seen to be taken over in place, so models of them need less
 TIME_LIMIT_S = 0.8
 LEAST_LIMIT_S = 0.8  # of the search for the least budget, which is 20 s for users
+PLACED, PLACING_LIMIT_S = 4, 0.2  # small plans whose memory is divided, and how long; 12 and 0.5 s for users
 
 
 class Failure(Exception):
@@ -44,6 +45,7 @@ class Failure(Exception):
 def main(cache_dir: str) -> None:
     tf.config.experimental.enable_op_determinism()
     planner._MINIMUM_LIMIT_S = LEAST_LIMIT_S
+    planner.MOST_NEIGHBOURS, partition._LIMIT_S = PLACED, PLACING_LIMIT_S
     PlannedStep._REPLAN_LIMIT_S = TIME_LIMIT_S
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

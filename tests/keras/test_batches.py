@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import assert_same_logs, assert_same_state, set_precision, state, values_of
+from keras import layers
 from keras_models import BATCH, compiled, images, sequential
 
 import checkmate_tf
-from checkmate_tf.keras.train_step import planned_training
+from checkmate_tf.keras.train_step import on_profiled, planned_training
+from checkmate_tf.pipeline import ProfiledStep, Settings
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +130,24 @@ def test_smaller_last_batch_is_planned_when_it_does_not_fit(alike, twins):
     before = planned_steps(twins[1])
     alike(lambda model: model.fit(*images(2 * BATCH - 1), batch_size=BATCH, verbose=0))
     assert planned_steps(twins[1]) == before + 1
+
+
+def test_weights_do_not_shrink_with_the_batch(options):
+    set_precision("float32", "float32")
+    model = compiled(
+        keras.Sequential([keras.Input((512,)), *[layers.Dense(512) for _ in range(8)], layers.Dense(5)]),
+        keras.optimizers.SGD(momentum=0.9),
+    )
+    settings = Settings(1.0, cache_dir=options["cache_dir"])
+
+    def spec(rows):
+        return tf.TensorSpec((rows, 512), "float32"), tf.TensorSpec((rows,), "int64")
+
+    predicted = on_profiled(model, settings, spec(128), lambda step: step.plain_peak_at(spec(16)))
+    expected = on_profiled(model, settings, spec(16), ProfiledStep.plain_peak_bytes)
+    assert 0.99 * expected <= predicted <= 1.05 * expected
+    whole = on_profiled(model, settings, spec(128), ProfiledStep.plain_peak_bytes)
+    assert predicted > 2 * whole * 16 / 128
 
 
 def planned_steps(model):
