@@ -7,6 +7,7 @@ import pathlib
 
 import pytest
 from hypothesis import given, settings
+from hypothesis.internal.conjecture.providers import HypothesisProvider
 from random_models import recipes
 from random_run import checked, drawn
 
@@ -29,3 +30,9 @@ def test_recipes_are_plain_json(recipe):
 def test_a_seed_draws_the_same_models_again():
     assert drawn(3, 0) == drawn(3, 0)
     assert drawn(3, 0) != drawn(3, 1) != drawn(4, 1)
+
+
+def test_a_seed_draws_the_same_models_whatever_is_imported(monkeypatch):
+    before = [drawn(3, number) for number in range(8)]
+    monkeypatch.setattr(HypothesisProvider, "_maybe_draw_constant", lambda *_, **__: 1)
+    assert [drawn(3, number) for number in range(8)] == before
