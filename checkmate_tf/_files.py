@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -12,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from checkmate_tf.errors import FileError
+
+_SEAL = "sha256"
 
 
 def write_atomically(path: str | os.PathLike, text: str) -> None:
@@ -30,6 +33,32 @@ def write_atomically(path: str | os.PathLike, text: str) -> None:
         with contextlib.suppress(OSError):
             new.unlink()
         raise
+
+
+def write_sealed(path: str | os.PathLike, content: dict) -> None:
+    """Replaces a JSON file as `write_atomically` does, with a checksum for `read_sealed`.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    write_atomically(path, json.dumps({**content, _SEAL: _checksum(content)}))
+
+
+def read_sealed(path: str | os.PathLike) -> dict:
+    """What `write_sealed` has written. Whoever means harm can seal what they like: numbers are still to be checked.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError, RecursionError: It is not as it was written.
+    """
+    content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.pop(_SEAL, None) != _checksum(content):
+        raise ValueError("it is not as it was written")
+    return content
+
+
+def _checksum(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def check_fingerprint(path: str | os.PathLike, what: str, found: Mapping, expected: Mapping) -> None:

@@ -119,20 +119,21 @@ def compiled(model: keras.Model, optimizer=None, loss=None, **options) -> keras.
     return model
 
 
+def application_model(name: str) -> keras.Model:
+    """A family of keras.applications in its smallest form, compiled."""
+    options = {"include_preprocessing": False} if name.startswith(("MobileNetV3", "ConvNeXt")) else {}
+    net = getattr(keras.applications, name)(
+        weights=None, input_shape=(SIZE, SIZE, 3), classes=CLASSES, classifier_activation=None, **options
+    )
+    return compiled(net, keras.optimizers.SGD(0.001))
+
+
 def application(name: str) -> Case:
-    """A family of keras.applications in its smallest form."""
+    """Training of `application_model`."""
     batch = 8
-
-    def build():
-        options = {"include_preprocessing": False} if name.startswith(("MobileNetV3", "ConvNeXt")) else {}
-        net = getattr(keras.applications, name)(
-            weights=None, input_shape=(SIZE, SIZE, 3), classes=CLASSES, classifier_activation=None, **options
-        )
-        return compiled(net, keras.optimizers.SGD(0.001))
-
     return Case(
         f"keras.applications.{name}, {SIZE} pixels, batch {batch}",
-        fitted(build, lambda: images(STEPS * batch, SIZE), batch),
+        fitted(lambda: application_model(name), lambda: images(STEPS * batch, SIZE), batch),
     )
 
 

@@ -1,10 +1,9 @@
 """Kept schedules come back as they were; whatever else is in the file is left out."""
 
-import json
-
 import numpy as np
 import pytest
 
+from checkmate_tf._files import read_sealed, write_sealed
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.planning.archive import Archive, Entry, is_valid
@@ -81,9 +80,9 @@ def test_a_sequence_that_cannot_run_is_no_schedule(nodes, tmp_path, caplog):
     kept = archive(tmp_path)
     kept.add(ENTRY)
     (path,) = tmp_path.iterdir()
-    content = json.loads(path.read_text())
+    content = read_sealed(path)
     content["entries"].append({**content["entries"][0], "nodes": list(nodes)})
-    path.write_text(json.dumps(content))
+    write_sealed(path, content)
     assert kept.read() == [ENTRY]
     assert "cannot run" in caplog.text
 
@@ -116,13 +115,25 @@ def test_numbers_out_of_range_are_refused(change, tmp_path, caplog):
     kept = archive(tmp_path)
     kept.add(ENTRY)
     (path,) = tmp_path.iterdir()
-    content = json.loads(path.read_text())
+    content = read_sealed(path)
     content["entries"][0].update(change)
-    path.write_text(json.dumps(content))
+    write_sealed(path, content)
     assert kept.read() == []
     assert "cannot be read" in caplog.text
     kept.add(ENTRY)
     assert kept.read() == [ENTRY], "a file that was no good is replaced"
+
+
+@pytest.mark.parametrize("place", range(0, 400, 7))
+def test_a_flipped_bit_is_seen(place, tmp_path):
+    """Also in a bound, which would then be no bound."""
+    kept = archive(tmp_path)
+    kept.add(ENTRY)
+    (path,) = tmp_path.iterdir()
+    text = bytearray(path.read_bytes())
+    text[place % len(text)] ^= 1 << place % 8
+    path.write_bytes(text)
+    assert kept.read() == []
 
 
 @pytest.mark.parametrize("content", [b"", b"[", b"[]", b"{}", b"null", b"\xff\xfe", b"[" * 100000])

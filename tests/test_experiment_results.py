@@ -95,6 +95,11 @@ SCHEMAS = {
         "of_checkpointing_alone",
         settings="overhead precision",
     ),
+    "smallest_budgets": Schema(
+        ("model",),
+        "weights_bytes exact_bytes fused_bytes exact_overhead fused_overhead fused_of_exact",
+        settings="batch pixels",
+    ),
     "models_as_they_come": Schema(
         ("case",),
         "what budget status budget_bytes measured_peak_bytes predicted_peak_bytes predicted_overhead recomputed_ops "

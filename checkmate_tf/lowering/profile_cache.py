@@ -11,12 +11,12 @@ import pathlib
 
 import tensorflow as tf
 
-from checkmate_tf._files import write_atomically
+from checkmate_tf._files import read_sealed, write_sealed
 from checkmate_tf.lowering.device import onednn_is_on, threads, uncounted_below_bytes
 
 _log = logging.getLogger(__name__)
 
-_VERSION = 5
+_VERSION = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ProfileCache:
 
     def _read(self) -> dict[str, OpProfile]:
         try:
-            content = json.loads(self._path.read_text())
+            content = read_sealed(self._path)
             if content["header"] != self._header:
                 return {}
             return {key: _entry(value) for key, value in content["ops"].items()}
@@ -84,7 +84,7 @@ class ProfileCache:
         self.ops = {**self._read(), **self.ops}
         content = {"header": self._header, "ops": {key: dataclasses.asdict(op) for key, op in self.ops.items()}}
         try:
-            write_atomically(self._path, json.dumps(content))
+            write_sealed(self._path, content)
         except OSError as error:
             _log.warning("The profile cache %s cannot be written: %s", self._path, error)
 

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from checkmate_tf._files import write_atomically
+from checkmate_tf._files import read_sealed, write_sealed
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.planning.partition import MOST_PARTS
 
-_VERSION = 2
+_VERSION = 3
 _MOST_ENTRIES = 24  # of one graph; the oldest go first
 _MOST_BYTES = 1 << 47  # of a part: more than any device has
 _MOST_RUNS = 100  # times the number of nodes
@@ -72,7 +72,7 @@ class Archive:
         if self._path is None:
             return []
         try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
+            content = read_sealed(self._path)
             if content["header"] != self._header:
                 raise ValueError("it is of something else")
             entries = [_entry(value) for value in content["entries"][-_MOST_ENTRIES:]]
@@ -92,7 +92,7 @@ class Archive:
             return
         entries = [dataclasses.asdict(kept) for kept in joined(self.read(), entry)]
         try:
-            write_atomically(self._path, json.dumps({"header": self._header, "entries": entries}))
+            write_sealed(self._path, {"header": self._header, "entries": entries})
         except OSError as error:
             _log.warning("The schedules in %s cannot be written: %s", self._path, error)
 

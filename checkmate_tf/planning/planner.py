@@ -34,7 +34,7 @@ _SEARCH_SHARE = 0.9  # of the time limit, before small plans are tried
 _SMALL_SHARE = 0.7  # of the time left then
 _CONFIRMED_SHARE = 0.85  # of the time left, as the plan that is found may have to be replaced
 _AS_CHEAP = 1.01  # times the cost of a plan that was not confirmed: a known one that takes its place at once
-_MINIMUM_LIMIT_S = 20.0
+MINIMUM_LIMIT_S = 20.0
 _MINIMUM_MARGIN = 1.02
 _MOST_KEPT = 6  # small plans
 _ARRANGEMENTS = 3  # of what the device holds, in which they are tried
@@ -126,7 +126,7 @@ class Planner:
     def failure(self, budget_bytes: int, time_limit_s: float) -> InfeasibleBudget | NoScheduleFound:
         """What to say where no plan was found within a budget, with the smallest budget that was."""
         if budget_bytes < self.needed_bytes:
-            return self._infeasible(budget_bytes, min(_SEARCH_SHARE * time_limit_s, _MINIMUM_LIMIT_S))
+            return self._infeasible(budget_bytes, min(_SEARCH_SHARE * time_limit_s, MINIMUM_LIMIT_S))
         return self.not_found(budget_bytes)
 
     def find(
@@ -150,7 +150,7 @@ class Planner:
         limit_s = _SEARCH_SHARE * time_limit_s
         found = self.search(budget_bytes, time_limit_s=limit_s, seed=seed, on_progress=on_progress)
         if found is None:
-            small = self._smallest_within(budget_bytes, min(_SMALL_SHARE * clock.left_s, _MINIMUM_LIMIT_S))
+            small = self._smallest_within(budget_bytes, min(_SMALL_SHARE * clock.left_s, MINIMUM_LIMIT_S))
             if small is None:
                 return None
             found = self.search(budget_bytes, time_limit_s=clock.left_s, seed=seed, on_progress=on_progress)
@@ -294,7 +294,7 @@ class Planner:
         Searches are limited in time, and what the device holds lies elsewhere when the step is planned next: the peak
         is the highest over some arrangements, of the plan that suits each best, and a little more.
         """
-        candidates = self._small(_MINIMUM_LIMIT_S, own=False)
+        candidates = self._small(MINIMUM_LIMIT_S, own=False)
         smallest = []
         for arrangement in range(_ARRANGEMENTS):
             if arrangement:

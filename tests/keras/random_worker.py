@@ -44,7 +44,7 @@ class Failure(Exception):
 
 def main(cache_dir: str) -> None:
     tf.config.experimental.enable_op_determinism()
-    planner._MINIMUM_LIMIT_S = LEAST_LIMIT_S
+    planner.MINIMUM_LIMIT_S = LEAST_LIMIT_S
     planner.MOST_NEIGHBOURS, partition._LIMIT_S = PLACED, PLACING_LIMIT_S
     PlannedStep._REPLAN_LIMIT_S = TIME_LIMIT_S
     logging.disable(logging.WARNING)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from checkmate_tf._files import read_sealed, write_sealed
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.trace import trace
@@ -172,29 +173,33 @@ def test_a_cache_is_used_again(small_step, tmp_path):
 def test_a_cache_with_another_header_is_ignored(small_step, tmp_path):
     profile(small_step, DEVICE, cache_dir=tmp_path)
     path = cache_file(tmp_path)
-    content = json.loads(path.read_text())
+    content = read_sealed(path)
     content["header"]["tensorflow"] = "1.0"
-    path.write_text(json.dumps(content))
+    write_sealed(path, content)
     assert profile(small_step, DEVICE, cache_dir=tmp_path).measured == 1
 
 
-def broken(text: str, how: str) -> bytes:
-    content = json.loads(text)
+def break_file(path, how: str) -> None:
+    """By what is made of its text, or with a right checksum on wrong content."""
+    text = path.read_bytes()
+    texts = {
+        "truncated": text[: len(text) // 2],
+        "empty": b"",
+        "flipped": bytes([text[0] ^ 0x80]) + text[1:],
+        "not an object": b"[1, 2]",
+        "another time": text.replace(b'"time_s": ', b'"time_s": 1', 1),
+    }
+    if how in texts:
+        path.write_bytes(texts[how])
+        return
+    content = read_sealed(path)
     (key,) = content["ops"]
-    if how == "truncated":
-        return text.encode()[: len(text) // 2]
-    if how == "empty":
-        return b""
-    if how == "flipped":
-        return bytes([text.encode()[0] ^ 0x80]) + text.encode()[1:]
-    if how == "not an object":
-        return b"[1, 2]"
     if how == "ops is a list":
         content["ops"] = [1]
     else:
         field, value = json.loads(how)
         content["ops"][key][field] = value
-    return json.dumps(content).encode()
+    write_sealed(path, content)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +209,7 @@ def broken(text: str, how: str) -> bytes:
         "empty",
         "flipped",
         "not an object",
+        "another time",
         "ops is a list",
         '["time_s", -1.0]',
         '["time_s", NaN]',
@@ -226,8 +232,7 @@ def broken(text: str, how: str) -> bytes:
 )
 def test_a_broken_cache_is_ignored_with_a_warning(small_step, tmp_path, caplog, how):
     profile(small_step, DEVICE, cache_dir=tmp_path)
-    path = cache_file(tmp_path)
-    path.write_bytes(broken(path.read_text(), how))
+    break_file(cache_file(tmp_path), how)
     assert profile(small_step, DEVICE, cache_dir=tmp_path).measured == 1
     assert "gnoring" in caplog.text
     assert profile(small_step, DEVICE, cache_dir=tmp_path).measured == 0, "the file was replaced by a good one"
