@@ -336,6 +336,7 @@ class PlannedStep:
         self._captured = list(profiled.traced.function.captured_inputs)
         self._structure = profiled.traced.function.structured_outputs
         self._confirmed = False
+        self._most_bytes = budget_bytes
         self._replans = 0
         self._dividers: list[tf.Tensor] = []
         self._peaks: list[int] = []
@@ -364,21 +365,22 @@ class PlannedStep:
         return self._pack(results)
 
     def confirm(self) -> None:
-        """Before the first run, takes a plan that keeps the budget from where memory stands now.
+        """Before the first run, and after one that took too much, takes a plan that keeps the budget from now on.
 
         Raises:
-            NoScheduleFound: There is none, known or found in time.
+            NoScheduleFound: There is none for the first run, known or found in time.
         """
         if self._confirmed:
             return
+        self._dividers.clear()
         self._profiled.ready_to_run()
-        found = self._plan_for_now()
+        found = self._plan_for_now() or self._other_plan()
         if found is None:
-            with self._profiled.phase("solve"):
-                other = self._other_plan()
-            if other is None:
+            if not self._replans:
                 raise self._profiled.planner.not_found(self.budget_bytes)
-            found = other
+            self._note("no plan keeps the budget with what was measured; the last one stays.")
+            self._replans = self._MOST_REPLANS
+            found = self.candidate
         if not found.runs_as(self.candidate):
             self._build(found)
             found = self._plan_for_now() or found  # what its function holds has moved memory once more
@@ -386,34 +388,30 @@ class PlannedStep:
         self._confirmed = True
 
     def _plan_for_now(self) -> Candidate | None:
-        """The plan with the peak that it has from where memory stands now, or None if that is above the budget."""
+        """The plan with the peak that it has from where memory stands now, or None if that is too much."""
         planner = self._profiled.planner
         planner.forget_peaks()
-        found = planner.confirmed(self.candidate, self.budget_bytes)
-        return None if found is None else planner.forked(found, self.budget_bytes)
+        found = planner.confirmed(self.candidate, self._most_bytes)
+        return None if found is None else planner.forked(found, self._most_bytes)
 
     def _other_plan(self) -> Candidate | None:
-        """A plan in place of one that memory, as it lies now, holds no longer: sought at leisure if not found soon."""
+        """A plan in place of one that takes too much now; before the first run sought at leisure if not found soon."""
         planner, limit_s = self._profiled.planner, self._profiled.settings.time_limit_s
         soon_s = min(limit_s, self._REPLAN_LIMIT_S)
-        found = planner.replacement(self.candidate, self.budget_bytes, time_limit_s=soon_s)
-        if limit_s > soon_s and (found is None or found.time_s > self._AS_FAST * self.candidate.time_s):
-            found = cheapest([found, planner.search(self.budget_bytes, time_limit_s=limit_s)])
+        with self._profiled.phase("solve"):
+            found = planner.replacement(self.candidate, self._most_bytes, time_limit_s=soon_s)
+            dear = found is None or found.time_s > self._AS_FAST * self.candidate.time_s
+            if dear and limit_s > soon_s and not self._replans:
+                found = cheapest([found, planner.search(self._most_bytes, time_limit_s=limit_s)])
         return found
 
     def _plan_again(self, measured_bytes: int) -> None:
-        """Plans with less, by as much as the measured peak is above the prediction."""
+        """Before the next run, plans with less, by as much as the measured peak is above the prediction."""
         unforeseen = max(0, measured_bytes - self.candidate.peak_bytes)
         self._note(f"a step took {measured_bytes:,} bytes, {unforeseen:,} more than predicted; planned again.")
-        planner = self._profiled.planner
-        planner.forget_peaks()
-        self._dividers.clear()
-        target_bytes = self.budget_bytes - unforeseen
-        found = planner.replacement(self.candidate, target_bytes, time_limit_s=self._REPLAN_LIMIT_S)
-        if found is None:
-            self._note("no plan keeps the budget with what was measured; the last one stays.")
-        self._replans = self._MOST_REPLANS if found is None else self._replans + 1
-        self._use(self.candidate if found is None else planner.forked(found, target_bytes))
+        self._most_bytes = self.budget_bytes - unforeseen
+        self._replans += 1
+        self._confirmed = False
         self._peaks.clear()
         self._seconds.clear()
 

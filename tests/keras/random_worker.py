@@ -182,7 +182,6 @@ class _Watch:
         self.more_bytes = more_bytes
         self._model = model
         self._training = train_step.planned_training(model)
-        self._plan_again = PlannedStep._plan_again
 
     def __enter__(self):
         training, run, plan = self._training, self._training._run, self._training.plan
@@ -193,29 +192,20 @@ class _Watch:
                 self.start = state(self._model)
             _reset_peak()
 
-        def planned_again(step, measured_bytes):
-            self._see(measured_bytes)
-            self._plan_again(step, measured_bytes)
-            _reset_peak()
-
         def watched(data):
             _reset_peak()
             result = run(data)
-            self._see(tf.config.experimental.get_memory_info(DEVICE)["peak"])
+            peak = tf.config.experimental.get_memory_info(DEVICE)["peak"]
+            budget = max((step.budget_bytes for step in training._steps.values() if step is not None), default=0)
+            if peak > budget + self.more_bytes:
+                self.over.append(f"a step took {peak} of {budget}")
             return result
 
         training._run, training.plan = watched, planned
-        PlannedStep._plan_again = planned_again
         return self
-
-    def _see(self, peak_bytes: int) -> None:
-        budget_bytes = max((s.budget_bytes for s in self._training._steps.values() if s is not None), default=0)
-        if peak_bytes > budget_bytes + self.more_bytes:
-            self.over.append(f"a step took {peak_bytes} of {budget_bytes}")
 
     def __exit__(self, *_: object) -> None:
         del self._training._run, self._training.plan
-        PlannedStep._plan_again = self._plan_again
 
 
 def require_within(steps, watch: _Watch) -> None:
