@@ -23,7 +23,7 @@ def main(kind: str, batch: int, length: int, units: int, cache_dir: str) -> None
     stack = [keras.Input((length, 8)), recurrent, layers.GlobalAveragePooling1D(), layers.Dense(5)]
     model = keras.Sequential(stack)
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    checkmate_tf.compile(model, 1.0, time_limit_s=1.5, cache_dir=cache_dir, verbose=False)
+    checkmate_tf.compile(model, 1.0, time_limit_s=4.0, cache_dir=cache_dir, verbose=False)
     random = np.random.default_rng(0)
     for _ in range(2):
         model.train_on_batch(random.normal(size=(batch, length, 8)), random.integers(0, 5, batch))

@@ -135,13 +135,13 @@ def test_smaller_last_batch_is_planned_when_it_does_not_fit(alike, twins):
 def test_weights_do_not_shrink_with_the_batch(options):
     set_precision("float32", "float32")
     model = compiled(
-        keras.Sequential([keras.Input((512,)), *[layers.Dense(512) for _ in range(8)], layers.Dense(5)]),
+        keras.Sequential([keras.Input((288,)), *[layers.Dense(288) for _ in range(3)], layers.Dense(5)]),
         keras.optimizers.SGD(momentum=0.9),
     )
     settings = Settings(1.0, cache_dir=options["cache_dir"])
 
     def spec(rows):
-        return tf.TensorSpec((rows, 512), "float32"), tf.TensorSpec((rows,), "int64")
+        return tf.TensorSpec((rows, 288), "float32"), tf.TensorSpec((rows,), "int64")
 
     predicted = on_profiled(model, settings, spec(128), lambda step: step.plain_peak_at(spec(16)))
     expected = on_profiled(model, settings, spec(16), ProfiledStep.plain_peak_bytes)

@@ -179,7 +179,8 @@ def test_gist_needs_less_with_nothing_recomputed_and_keeps_its_promise(options):
         assert not report.recomputed
         assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=0.03, abs=256 << 10)
     assert [row.rule for row in reports["gist"].implementations] == ["pooling_by_places"] * 2
-    needed = {name: max(report.timeline_bytes) for name, report in reports.items()}  # wherever tensors come to lie
+    held = min(reports["exact"].timeline_bytes)  # also by what other tests have left
+    needed = {name: max(report.timeline_bytes) - held for name, report in reports.items()}  # wherever tensors lie
     assert needed["gist"] < 0.9 * needed["exact"]
     for ours, theirs in zip(models["exact"].variables, models["gist"].variables, strict=True):
         np.testing.assert_allclose(theirs.numpy(), ours.numpy(), rtol=0, atol=1e-5 * np.abs(ours.numpy()).max())
