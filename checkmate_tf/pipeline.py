@@ -397,11 +397,12 @@ class PlannedStep:
     def _other_plan(self) -> Candidate | None:
         """A plan in place of one that takes too much now; before the first run sought at leisure if not found soon."""
         planner, limit_s = self._profiled.planner, self._profiled.settings.time_limit_s
+        if self._replans:
+            limit_s = self._REPLAN_LIMIT_S
         soon_s = min(limit_s, self._REPLAN_LIMIT_S)
         with self._profiled.phase("solve"):
             found = planner.replacement(self.candidate, self._most_bytes, time_limit_s=soon_s)
-            dear = found is None or found.time_s > self._AS_FAST * self.candidate.time_s
-            if dear and limit_s > soon_s and not self._replans:
+            if limit_s > soon_s and (found is None or found.time_s > self._AS_FAST * self.candidate.time_s):
                 found = cheapest([found, planner.search(self._most_bytes, time_limit_s=limit_s)])
         return found
 
