@@ -25,7 +25,7 @@ from checkmate_tf.planning.archive import Entry
 from checkmate_tf.planning.candidate import NEVER, Candidate, cheapest
 from checkmate_tf.planning.confirm import confirm
 from checkmate_tf.planning.forking import forked
-from checkmate_tf.planning.partition import AllocatorPeak, Placement, Placer
+from checkmate_tf.planning.partition import STATES, AllocatorPeak, Placement, Placer
 from checkmate_tf.planning.search import MOST_NEIGHBOURS, Order, Search
 from checkmate_tf.solvers.base import Clock
 
@@ -222,7 +222,7 @@ class Planner:
             if found is not None:
                 break
             target_bytes -= max(self.placed(candidate, budget_bytes).peak_bytes - budget_bytes, budget_bytes // 200)
-        found = found or self.known(budget_bytes, bound_limit_s)
+        found = found or self.known(budget_bytes, bound_limit_s) or self.confirmed(self.unordered(), budget_bytes)
         order = None if found is None or not history else self._order_of(found)
         bounds = () if order is None else order.bounds(found.node_peak_bytes, began_s)
         return None if found is None else dataclasses.replace(found, history=history, bounds=bounds)
@@ -358,9 +358,15 @@ class Planner:
         return next((candidate for candidate in confirmed if candidate is not None), None)
 
     def unordered(self) -> Candidate:
-        """The unmodified step: each op runs as soon as its inputs are ready, in the order in which they become so."""
+        """The unmodified step: each op runs as soon as its inputs are ready, in the order in which they become so.
+
+        Its peak is the highest over the states of the allocator in which plans must keep a budget, so that it keeps
+        its own.
+        """
         ordered, costs = permute(self._op_graph, self._costs, ready_order(self._op_graph))
-        return self._simulated(ordered, costs, range(ordered.n))
+        candidate = self._simulated(ordered, costs, range(ordered.n))
+        peak = self._allocator_peak(candidate.memory, (), STATES)
+        return dataclasses.replace(candidate, peak_bytes=NEVER if peak is None else peak)
 
     def tensor_peak(self, candidate: Candidate) -> int:
         """Peak in tensor bytes, everything included."""
