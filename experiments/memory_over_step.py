@@ -16,6 +16,7 @@ References:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import sys
@@ -92,11 +93,13 @@ def tightest(profiled, budgets_bytes: list[int]):
         NoScheduleFound: There is a plan for none.
     """
     from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
-    from checkmate_tf.pipeline import PlannedStep
 
     for budget_bytes in budgets_bytes:
+        profiled.settings = dataclasses.replace(profiled.settings, budget=budget_bytes)
         try:
-            return PlannedStep(profiled, budget_bytes, *profiled.plan_and_build(budget_bytes))
+            step = profiled.planned()
+            step.confirm()
+            return step
         except (InfeasibleBudget, NoScheduleFound) as error:
             print(error, flush=True)
     raise NoScheduleFound(f"no plan within any of {budgets_bytes} bytes.")

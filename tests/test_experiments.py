@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import recording
 import segmentation
-from keras import Input, Model, layers
+import tensorflow as tf
+from keras import Input, Model, layers, losses
 from smallest_peak import smallest_peak
 
 from checkmate_tf.core.graph import Graph
@@ -19,6 +20,8 @@ from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.problem import Options
 from checkmate_tf.core.simulate import simulate
+from checkmate_tf.keras.train_step import on_profiled
+from checkmate_tf.pipeline import Settings
 from checkmate_tf.solvers import create
 
 
@@ -143,6 +146,20 @@ def test_thinned_curves_keep_their_peak():
     assert max(memory_over_step.thinned(values)) == values.max()
     assert len(memory_over_step.thinned(values)) <= 400
     assert memory_over_step.thinned(values[:5]) == [0, 1, 2, 3, 4]
+
+
+def test_a_curve_of_a_planned_step_ends_where_the_allocator_does(small_model):
+    small_model.compile(optimizer="sgd", loss=losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = tf.zeros((64, 8, 8, 3)), tf.zeros((64,), tf.int64)
+    spec = (tf.TensorSpec(x.shape, x.dtype), tf.TensorSpec(y.shape, y.dtype))
+
+    def planned(profiled):
+        step = memory_over_step.tightest(profiled, [1, 1 << 30])
+        return memory_over_step.curves(profiled, step.candidate, *memory_over_step.measure(lambda: step((x, y))))
+
+    row = on_profiled(small_model, Settings(1 << 30, time_limit_s=1.0), spec, planned)
+    peaks = [row["measured_peak_bytes"], max(row["measured_bytes"]), row["predicted_peak_bytes"]]
+    assert peaks == pytest.approx([max(row["predicted_bytes"])] * 3, rel=0.03)
 
 
 def test_a_result_goes_on_where_a_run_with_the_same_settings_ended(tmp_path):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from checkmate_tf.core.allocator import divided
-from checkmate_tf.core.forks import Fork, Trial, possible_forks
+from checkmate_tf.core.forks import Fork, Trial, apart, possible_forks
 from checkmate_tf.core.simulate import Memory
 from checkmate_tf.core.validate import validate_forks
 from checkmate_tf.planning.candidate import Candidate
@@ -44,7 +44,7 @@ def forked(
     chain = dataclasses.replace(candidate, forks=())
     graph, plan, memory = chain.op_graph, chain.plan, chain.memory
     possible = candidate.forks or possible_forks(graph, plan, chain.costs)
-    if not possible:
+    if not _save_enough(apart(possible), chain):
         return chain
     counted = memory.with_events(memory.large_events(uncounted_below_bytes))
     trial = Trial(divided(chain.partition, uncounted_below_bytes), graph, plan, counted)
@@ -58,11 +58,16 @@ def forked(
         return all(peak is not None and peak <= budget_bytes for peak in peaks)
 
     forks = _most(candidate.forks or trial.harmless(possible), keep_budget)
-    if sum(fork.gain_s for fork in forks) < _LEAST_SAVED * chain.time_s:
+    if not _save_enough(forks, chain):
         return chain
     validate_forks(graph, plan, forks)
     peaks = [chain.peak_bytes, *(allocator_peak(order, chain.partition) for order in in_some_orders(forks))]
     return dataclasses.replace(chain, forks=tuple(forks), peak_bytes=int(np.median(peaks)))
+
+
+def _save_enough(forks: Sequence[Fork], chain: Candidate) -> bool:
+    """Whether forks can save what it takes to run lanes at all."""
+    return bool(forks) and sum(fork.gain_s for fork in forks) >= _LEAST_SAVED * chain.time_s
 
 
 def _most(forks: Sequence[Fork], keep_budget: Callable[[list[Fork]], bool]) -> list[Fork]:

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tight import train_tightly
 
 import checkmate_tf
 
@@ -40,20 +41,20 @@ def train_alike(options):
 
     def run(build, train, *, budget=0.7, tolerance=TOLERANCE, recomputes=True):
         """Returns the plain model and the planned one."""
-        models, logs = [], []
-        for plan in (False, True):
+
+        def seeded():
             keras.utils.set_random_seed(7)
-            model = build()
-            if plan:
-                assert checkmate_tf.compile(model, budget, **options) is model
-            logs.append(train(model))
-            models.append(model)
-        assert_same_logs(*logs, tolerance)
-        assert_same_state(*models, tolerance)
-        report = checkmate_tf.report(models[1])
+            return build()
+
+        plain = seeded()
+        plain_logs = train(plain)
+        planned, planned_logs = train_tightly(seeded, train, budget, **options)
+        assert_same_logs(plain_logs, planned_logs, tolerance)
+        assert_same_state(plain, planned, tolerance)
+        report = checkmate_tf.report(planned)
         assert bool(report.recomputed) or not recomputes, report
         assert report.status != "unplanned", report
-        return models
+        return [plain, planned]
 
     return run
 

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 from keras_models import compiled, crossentropy
+from tight import train_tightly
 
 import checkmate_tf
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
@@ -21,7 +22,6 @@ from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 STEPS, SIZE, BATCH = 5, 32, 32
 HUGE_BYTES = 1 << 33
 FIRST_BUDGET = 0.6  # of the plain peak
-TRIES = 8
 
 
 def conv_batch_norm():
@@ -124,15 +124,9 @@ def compare(case, floatx: str, cache_dir: str) -> dict:
     options = {"time_limit_s": 1.5, "cache_dir": cache_dir, "verbose": False}
     plain, _, _ = train(case, floatx)
     kept, _, _ = train(case, floatx, HUGE_BYTES, strategy="checkpoint_all", **options)
-    budget = FIRST_BUDGET
-    for k in range(TRIES):
-        try:
-            tight, moved, report = train(case, floatx, budget, **options)
-            break
-        except (InfeasibleBudget, NoScheduleFound) as error:
-            refusal = error
-            budget = int((1 + k / 100) * smallest_budget(error))
-    else:
+    try:
+        tight, moved, report = train(case, floatx, FIRST_BUDGET, **options)
+    except (InfeasibleBudget, NoScheduleFound) as refusal:
         return {"error": str(refusal)}
     return {
         "names": [name for name, _ in plain],
@@ -147,18 +141,22 @@ def compare(case, floatx: str, cache_dir: str) -> dict:
     }
 
 
-def smallest_budget(refusal: InfeasibleBudget | NoScheduleFound) -> int:
-    """The one that it names, bytes."""
-    return refusal.minimum_bytes if isinstance(refusal, InfeasibleBudget) else refusal.best_peak_bytes
-
-
 def train(case, floatx: str, budget=None, **options):
     """Five steps from the same start; returns what they may change, with names, whether each did, and the report."""
-    keras.utils.set_random_seed(5)
-    model = case()
+
+    def build():
+        keras.utils.set_random_seed(5)
+        return case()
+
+    if budget is None:
+        return *steps(build(), case, floatx), None
+    model, (values, moved) = train_tightly(build, lambda model: steps(model, case, floatx), budget, **options)
+    return values, moved, checkmate_tf.report(model)
+
+
+def steps(model: keras.Model, case, floatx: str) -> tuple[list, list[bool]]:
+    """Trains; returns what that may change, with names, and whether each did."""
     start = {id(variable): variable.numpy() for variable in model.variables}
-    if budget is not None:
-        checkmate_tf.compile(model, budget, **options)
     random = np.random.default_rng(0)
     losses = []
     for _ in range(STEPS):
@@ -169,8 +167,7 @@ def train(case, floatx: str, budget=None, **options):
     variables = [*model.variables, *model.optimizer.variables]
     values = [(variable.path, variable.numpy()) for variable in variables]
     moved = [bool(np.any(variable.numpy() != start.get(id(variable), 0))) for variable in variables]
-    report = checkmate_tf.report(model) if budget is not None else None
-    return [*values, ("losses", np.array(losses))], [*moved, True], report
+    return [*values, ("losses", np.array(losses))], [*moved, True]
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:

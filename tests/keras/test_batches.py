@@ -9,6 +9,7 @@ import tensorflow as tf
 from conftest import assert_same_logs, assert_same_state, set_precision, state, values_of
 from keras import layers
 from keras_models import BATCH, compiled, images, sequential
+from tight import train_tightly
 
 import checkmate_tf
 from checkmate_tf.keras.train_step import on_profiled, planned_training
@@ -19,15 +20,17 @@ from checkmate_tf.pipeline import ProfiledStep, Settings
 def twins(options):
     """A plain and a planned model, built alike."""
     set_precision("float64", "float64")
-    models = []
-    for _ in range(2):
+
+    def build():
         keras.utils.set_random_seed(7)
-        models.append(compiled(sequential(), keras.optimizers.SGD(0.05, momentum=0.9)))
-    checkmate_tf.compile(models[1], 0.7, **options)
-    for model in models:
+        return compiled(sequential(), keras.optimizers.SGD(0.05, momentum=0.9))
+
+    def train(model):
         for _ in range(3):  # the second one is measured; a pipeline that holds batches would count against the budget
             model.train_on_batch(*images(BATCH))
-    return models
+        return model
+
+    return [train(build()), train_tightly(build, train, 0.7, **options)[0]]
 
 
 @pytest.fixture

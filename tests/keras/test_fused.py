@@ -11,6 +11,7 @@ import tensorflow as tf
 from conftest import set_precision
 from keras import layers
 from keras_models import BATCH, CLASSES, SIZE, compiled, head, images
+from tight import train_tightly
 
 import checkmate_tf
 from checkmate_tf.planning.planner import Planner
@@ -57,10 +58,7 @@ def attentive_net() -> keras.Model:
     return compiled(keras.Model(inputs, x), keras.optimizers.SGD(0.05, momentum=0.9), metrics=())
 
 
-def trained(build=conv_net, options=None, **settings) -> keras.Model:
-    model = build()
-    if options:
-        checkmate_tf.compile(model, **{**options, **settings})
+def train(model: keras.Model) -> keras.Model:
     x, y = images()
     for first in (0, BATCH, 0, BATCH, 0):
         model.train_on_batch(x[first : first + BATCH], y[first : first + BATCH])
@@ -68,7 +66,7 @@ def trained(build=conv_net, options=None, **settings) -> keras.Model:
 
 
 def test_five_steps_give_the_weights_of_plain_keras(options):
-    plain, fused = trained(), trained(conv_net, options, budget=0.7, implementations="fused")
+    plain, (fused, _) = train(conv_net()), train_tightly(conv_net, train, 0.7, implementations="fused", **options)
     assert_same_weights(plain, fused)
     report = checkmate_tf.report(fused)
     rules = [row.rule for row in report.implementations]
@@ -88,8 +86,8 @@ def assert_same_weights(plain: keras.Model, fused: keras.Model) -> None:
 
 
 def test_attention_that_is_computed_again_gives_the_weights_of_plain_keras(options):
-    plain = trained(attentive_net)
-    fused = trained(attentive_net, options, budget=0.6, implementations="fused")
+    plain = train(attentive_net())
+    fused, _ = train_tightly(attentive_net, train, 0.6, implementations="fused", **options)
     assert_same_weights(plain, fused)
     report = checkmate_tf.report(fused)
     rules = {row.rule for row in report.implementations}
