@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
-from readme_table import by_case, part_of_plain
+from readme_table import by_case, part_of_plain, with_plan
 from recording import RESULTS, read_rows
 
 from checkmate_tf.plots import style
@@ -214,12 +214,12 @@ def _highest(found: dict, model: str) -> int:
 def within_budget(rows: list[dict]) -> Figure:
     """Step time against peak memory of each model, both as parts of plain Keras's."""
     figure, axes = style.new_figure(width=8.0, height=3.6)
-    for of_case, (colour, marker) in zip(by_case(rows), looks(), strict=False):
+    for of_case, (colour, marker) in zip(by_case(with_plan(rows)), looks(), strict=False):
         points = sorted((part_of_plain(row), row["time_ratio"]) for row in of_case if row["time_ratio"] <= _DEAREST)
         axes.plot(*zip(*points, strict=True), marker=marker, color=colour, label=of_case[0]["case"])
     axes.plot([1], [1], "*", color=style.BLACK, markersize=14, clip_on=False, label="plain Keras")
     axes.axhline(1.0, color=style.GREY, linewidth=0.8)
-    beyond = [row for of_case in by_case(rows) for row in of_case if row["time_ratio"] > _DEAREST]
+    beyond = [row for of_case in by_case(with_plan(rows)) for row in of_case if row["time_ratio"] > _DEAREST]
     if beyond:
         text = ", ".join(f"{row['case']} {row['time_ratio']:.1f} at {part_of_plain(row):.2f}" for row in beyond)
         axes.annotate(f"above the axis: {text}", xy=(0.02, 0.94), xycoords="axes fraction", fontsize="small")

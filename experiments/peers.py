@@ -4,9 +4,10 @@
     python experiments/peers.py --cases Transformer --peers "recompute_grad block" --out /tmp/peers.json
 
 Peers are `tf.recompute_grad`, placed by hand around each block or each stage of a model, and `keras.RematScope` in
-its modes that need no names of layers. Each case and peer runs in a process of its own. The budget of the plan is the
-peer's own measured peak; plain, the peer's and planned steps are timed in turn, one by one. Peaks are the allocator's,
-less the variables of models that are there only to compare with.
+its modes that need no names of layers. A yardstick beside them is the model itself in float64, which says how far
+plain Keras's own float32 is from it (not for the Transformer: dropout would draw other masks). Each case and peer runs
+in a process of its own. The budget of the plan is the peer's own measured peak; plain, the peer's and planned steps are
+timed in turn, one by one. Peaks are the allocator's, less the variables of models that are there only to compare with.
 
 Before that, one step of each is taken from the same state on the same batch. "gradient_error" is the relative
 distance (L2) of its gradients from plain Keras's: near zero, or the gradients are wrong, as where dropout draws a new
@@ -47,7 +48,8 @@ CUTS = {
     },
     "Transformer": {"block": 2, "stage": 4},
 }
-PEERS = ("recompute_grad block", "recompute_grad stage", "RematScope full", "RematScope activations")
+PEERS = ("recompute_grad block", "recompute_grad stage", "RematScope full", "RematScope activations", "float64")
+_WITH_DROPOUT = frozenset({"Transformer"})
 
 
 class Recomputed(keras.Model):
@@ -89,6 +91,8 @@ def main() -> int:
     result = ResultFile(args.out, settings, ("case", "peer"), KERAS_PACKAGES)
     for case in args.cases:
         for peer in args.peers:
+            if peer == "float64" and case in _WITH_DROPOUT:
+                continue
             command = ["--worker", "--cases", case, "--peers", peer]
             command += ["--steps", str(args.steps), "--time-limit", str(args.time_limit)]
             found = run_worker(__file__, command)
@@ -99,7 +103,9 @@ def main() -> int:
 
 def peer_of(case: str, peer: str) -> Callable[[keras.Model], keras.Model]:
     """What makes the peer's model, compiled, of plain Keras's."""
-    kind, how = peer.split()
+    kind, _, how = peer.partition(" ")
+    if kind == "float64":
+        return lambda _: in_float64(CASES[case])
     if kind == "recompute_grad":
         return lambda model: recomputed(model, cut_layers(model, CUTS[case][how]))
     return lambda _: rematerialized(CASES[case], how)
@@ -123,6 +129,16 @@ def rematerialized(case: Case, mode: str) -> keras.Model:
     """Another model, built as the documentation of RematScope says."""
     with keras.RematScope(mode=mode):
         return case.build()
+
+
+def in_float64(case: Case) -> keras.Model:
+    """Another model, in double precision."""
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("float64")
+    try:
+        return case.build()
+    finally:
+        keras.config.set_dtype_policy(policy)
 
 
 def compare(case: Case, make_peer: Callable[[keras.Model], keras.Model], *, steps: int, time_limit_s: float) -> dict:

@@ -25,12 +25,13 @@ _RATIO_GRAPHS = ("VGG16", "MobileNet", "unet_rt", "ResNet50")  # as in Checkmate
 
 
 def measured_table(result: dict) -> str:
-    """Every row of `within_budget.py`."""
+    """Every row of `within_budget.py`: of each model, the largest budget first."""
     lines = [
         "| model | plain peak | budget | measured peak | predicted | step time / plain | predicted overhead | gap |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    lines += [_measured_line(row) for row in result["rows"]]
+    for rows in by_case(result["rows"]):
+        lines += [_measured_line(row) for row in sorted(rows, key=lambda row: -row["budget_bytes"])]
     return "\n".join(lines)
 
 
@@ -50,7 +51,7 @@ def _measured_line(row: dict) -> str:
 def glance_table(result: dict) -> str:
     """One row per model: half of the memory, or the smallest part of it that was asked for and planned."""
     lines = ["| model | memory of plain Keras | planned | its step takes |", "|---|---|---|---|"]
-    for rows in by_case(result["rows"]):
+    for rows in by_case(with_plan(result["rows"])):
         parts = [row for row in rows if row["budget"] != "min"]
         row = next((row for row in parts if row["budget"] == _HALF), min(parts, key=part_of_plain))
         plain, planned = (f"{row[f'{whose}_peak_bytes'] / _MIB:.0f} MiB" for whose in ("plain", "measured"))
@@ -65,7 +66,7 @@ def peers_table(result: dict) -> str:
         "| model | peer | its peak | its step time | planned peak | planned step time | gradients | statistics |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    lines += [_peers_line(row) for row in result["rows"]]
+    lines += [_peers_line(row) for rows in by_case(result["rows"]) for row in rows]
     return "\n".join(lines)
 
 
@@ -147,11 +148,15 @@ def part_of_plain(row: dict) -> float:
     return row["measured_peak_bytes"] / row["plain_peak_bytes"]
 
 
+def with_plan(rows: list[dict]) -> list[dict]:
+    """Those with a plan."""
+    return [row for row in rows if "error" not in row]
+
+
 def by_case(rows: list[dict]) -> Iterator[list[dict]]:
-    """The rows with a plan of each model."""
-    planned = [row for row in rows if "error" not in row]
-    for case in dict.fromkeys(row["case"] for row in planned):
-        yield [row for row in planned if row["case"] == case]
+    """The rows of each model."""
+    for case in dict.fromkeys(row["case"] for row in rows):
+        yield [row for row in rows if row["case"] == case]
 
 
 TABLES = {

@@ -35,12 +35,13 @@ BUDGETS = {
     "U-Net": ["0.8", "0.7", "0.6", "0.5", "min"],
     "Transformer": ["0.8", "0.6", "0.5", "0.3", "min"],
 }
+FUSED_BUDGETS = dict.fromkeys(("MobileNet", "ResNet50"), ("all", "0.75", "0.5", "min"))  # those with batch norm
 
 
 def main() -> int:
     """Runs each case in a process and collects what they write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=list(BUDGETS), choices=list(BUDGETS))
+    parser.add_argument("--cases", nargs="+", choices=list(BUDGETS), help="default: all; of fused steps, two")
     parser.add_argument("--budgets", nargs="+", help='fractions of the plain peak, or "min" (default: per case)')
     parser.add_argument("--steps", type=int, default=5, help="least measured steps of each kind (default 5)")
     parser.add_argument("--time-limit", type=float, default=40.0, help="seconds of search per budget")
@@ -64,8 +65,9 @@ def main() -> int:
         "steps_for_peaks": PEAKS,
     }
     result = ResultFile(args.out, settings, ("case", "budget"), KERAS_PACKAGES)
-    for case in args.cases:
-        budgets = args.budgets or [*BUDGETS[case], *(["all"] if args.implementations == "fused" else [])]
+    defaults = BUDGETS if args.implementations == "exact" else FUSED_BUDGETS
+    for case in args.cases or defaults:
+        budgets = args.budgets or defaults.get(case, BUDGETS[case])
         command = ["--worker", case, "--steps", str(args.steps), "--time-limit", str(args.time_limit)]
         command += ["--implementations", args.implementations, "--budgets", *budgets]
         result.add(run_worker(__file__, command))

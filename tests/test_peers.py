@@ -56,6 +56,14 @@ def test_a_new_mask_and_a_second_update_are_seen_and_the_plan_has_neither(peers)
     assert row["planned_peak_bytes"] <= row["budget_bytes"]
 
 
+def test_a_model_in_float64_is_the_same_but_for_its_precision(peers):
+    case = peers.Case(*noisy_convnet(), batch_size=8)
+    plain, doubled = case.build(), peers.in_float64(case)
+    assert keras.config.dtype_policy().name == "float32"
+    assert {weight.dtype for weight in doubled.weights} == {"float64"}
+    assert [weight.shape for weight in doubled.weights] == [weight.shape for weight in plain.weights]
+
+
 def test_distances_are_of_changes(peers):
     start, reference = [np.zeros(2), np.ones(1)], [np.array([3.0, 4.0]), np.ones(1)]
     assert peers.distance(reference, reference, start, [0]) == 0
