@@ -353,8 +353,8 @@ class PlannedStep:
         before_bytes = max(self.budget_bytes, devices.peak_bytes(self._profiled.device))
         start = time.perf_counter()
         results = call_unoptimized(self._function, feeds + self._captured, in_lanes=bool(self.candidate.forks))
-        if measuring and results:
-            results[0].numpy()  # waits for a device that runs asynchronously
+        if measuring:
+            devices.wait(self._profiled.device)
         seconds = time.perf_counter() - start
         peak_bytes = devices.peak_bytes(self._profiled.device)
         if measuring:

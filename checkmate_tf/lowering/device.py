@@ -43,6 +43,12 @@ def reset_peak(device: str) -> None:
     tf.config.experimental.reset_memory_stats(device)
 
 
+def wait(device: str) -> None:
+    """Returns when the device has run all that it was asked to: a CPU has where a call returns, a GPU may not."""
+    if "CPU" not in device.upper():
+        tf.test.experimental.sync_devices()
+
+
 def limit_bytes(device: str) -> int | None:
     """Most bytes that the allocator may hand out, or None where that cannot be told."""
     if "CPU" in device.upper():

@@ -141,6 +141,7 @@ class _Runs:
         devices.reset_peak(self._device)
         start = time.perf_counter()
         results = call_unoptimized(function, fed)
+        devices.wait(self._device)
         time_s = time.perf_counter() - start
         left, peak = devices.in_use_bytes(self._device) - before, devices.peak_bytes(self._device) - before
         uncounted = devices.uncounted_below_bytes(self._device)

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from checkmate_tf.core.opgraph import CONTROL_FLOW, Costs, OpGraph
 from checkmate_tf.lowering.arena import exact_chunks
-from checkmate_tf.lowering.device import threads, uncounted_below_bytes
+from checkmate_tf.lowering.device import threads, uncounted_below_bytes, wait
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.loops import measure_loops, with_lists
 from checkmate_tf.lowering.profile_cache import OpProfile, ProfileCache
@@ -216,11 +216,13 @@ def _run(run: Callable, device: str) -> tuple[float, int, float]:
     """
     start = time.perf_counter()
     peak = _peak_bytes(run, device)
+    wait(device)
     seconds = [time.perf_counter() - start]
     before_s = time.process_time()
     while (sum(seconds) < _TARGET_S and len(seconds) < _MOST_REPEATS) or len(seconds) < _REPEATS:
         start = time.perf_counter()
         result = run()
+        wait(device)
         seconds.append(time.perf_counter() - start)
         del result
     busy = (time.process_time() - before_s) / (sum(seconds[1:]) * threads()) if "CPU" in device.upper() else 1.0

@@ -33,6 +33,8 @@ from checkmate_tf.core.allocator import AllocatorConfig, AllocatorState, Playbac
 from checkmate_tf.errors import CheckmateError, GraphError
 
 _MAX_DIMENSION = 1 << 30
+_DTYPE = tf.float32  # GPUs have no kernel that allocates bytes
+_UNIT_ELEMENTS = allocators.UNIT_BYTES // _DTYPE.size
 _PROBE_BYTES = 64 << 10
 _MORE_THAN_ANY_LIMIT = 1 << 47
 _DUMP_VARIABLE = "TF_BFC_MEMORY_DUMP"
@@ -179,10 +181,11 @@ def empty(nbytes: int) -> tf.Tensor:
     """An uninitialised tensor of `nbytes` on the current device.
 
     Not `tf.raw_ops.Empty`: that needs a shape tensor, which the plain BFC allocator counts as well.
-    This op's shape is an attribute. Beyond 1 GiB the size is rounded up to whole allocator units.
+    This op's shape is an attribute. The size is rounded up to whole elements, from 4 GiB on to whole allocator units.
     """
-    shape = [nbytes] if nbytes <= _MAX_DIMENSION else [-(-nbytes // allocators.UNIT_BYTES), allocators.UNIT_BYTES]
-    attributes = ("shape", shape, "dtype", tf.uint8.as_datatype_enum)
+    elements = -(-nbytes // _DTYPE.size)
+    shape = [elements] if elements < _MAX_DIMENSION else [-(-nbytes // allocators.UNIT_BYTES), _UNIT_ELEMENTS]
+    attributes = ("shape", shape, "dtype", _DTYPE.as_datatype_enum)
     (tensor,) = execute.execute(b"_ParallelConcatStart", 1, inputs=[], attrs=attributes, ctx=context.context())
     return tensor
 

@@ -190,6 +190,20 @@ def test_a_reserve_makes_chunks_fit_the_tensors():
     assert found["peak"] == (49 + 98 + 49 + 98) << 20
 
 
+def test_memory_can_be_played_on_a_gpu_too():
+    from tensorflow.python.framework import kernels
+
+    from checkmate_tf.lowering import rehearse
+
+    block = rehearse.empty(1001)
+    there = kernels.get_registered_kernels_for_op("_ParallelConcatStart").kernel
+    types = {t for k in there if k.device_type == "GPU" for c in k.constraint for t in c.allowed_values.list.type}
+    if not types:
+        pytest.skip("this TensorFlow has no kernels for GPUs")
+    assert block.dtype.as_datatype_enum in types
+    assert block.shape.num_elements() * block.dtype.size == 1004
+
+
 def test_errors_say_what_is_wrong():
     found = run(ERRORS, ONEDNN)
     expected = ("live already", "not live", "One size per event", "positive size", "Only a CPU", "no allocation")
