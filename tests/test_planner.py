@@ -100,6 +100,16 @@ def test_memory_that_runs_out_for_some_plans_does_not_stop_the_search():
     assert candidate.peak_bytes <= limit
 
 
+def test_what_the_device_held_when_the_step_was_profiled_keeps_its_room():
+    """Less was in use when the steps were planned again: `InvalidPlan` came out of `fit`."""
+    plans = planner(lambda nbytes: nbytes - MIB)
+    budget = round(0.8 * plans.tensor_peak(plans.store_all()))
+    candidate = plans.plan(budget, time_limit_s=4)
+    assert plans.tensor_peak(candidate) <= budget
+    small = plans.known(plans.tensor_peak(candidate) - MIB // 2)
+    assert small is None or plans.tensor_peak(small) < plans.tensor_peak(candidate)
+
+
 def test_the_unmodified_step_is_simulated_in_the_order_in_which_ops_are_ready():
     plans = planner(REPORTS["exact"])
     assert plans.unordered().plan.recomputed() == {}

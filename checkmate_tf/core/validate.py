@@ -18,8 +18,6 @@ def validate(
     plan: Plan,
     memory: Memory | None = None,
     limit_bytes: int | None = None,
-    *,
-    uncounted_below_bytes: int = 0,
 ) -> None:
     """Walks the statements one by one with a set of live storage.
 
@@ -28,7 +26,6 @@ def validate(
         plan: The plan to check.
         memory: Its simulation, needed for `limit_bytes`.
         limit_bytes: Highest number of bytes in use that is allowed (without fixed bytes).
-        uncounted_below_bytes: Smaller requests do not count towards the limit.
 
     Raises:
         InvalidPlan: Naming the step, the op and the rule: an input not live, an op run before what it
@@ -41,7 +38,7 @@ def validate(
     if limit_bytes is not None:
         if memory is None:
             raise InvalidPlan("a limit can only be checked with a simulation.")
-        _check_peak(graph, plan, memory, limit_bytes, uncounted_below_bytes)
+        _check_peak(graph, plan, memory, limit_bytes)
 
 
 def validate_forks(graph: OpGraph, plan: Plan, forks: Sequence[Fork]) -> None:
@@ -85,9 +82,9 @@ def _check_lane(graph: OpGraph, plan: Plan, lane: range, other: range) -> None:
             from_other.add(step)
 
 
-def _check_peak(graph: OpGraph, plan: Plan, memory: Memory, limit_bytes: int, uncounted_below_bytes: int) -> None:
+def _check_peak(graph: OpGraph, plan: Plan, memory: Memory, limit_bytes: int) -> None:
     """Bytes in use stay within the limit at every allocation."""
-    in_use = memory.counted_bytes(uncounted_below_bytes)
+    in_use = np.cumsum(memory.event_bytes)
     over = np.flatnonzero(in_use > limit_bytes)
     if over.size:
         step = int(memory.event_step[over[0]])

@@ -74,23 +74,6 @@ def test_any_plan_above_its_limit_is_refused(data):
 
 @briefly
 @given(st.data())
-def test_small_requests_are_left_out_of_the_limit_where_the_allocator_does_not_count_them(data):
-    graph = data.draw(op_graphs())
-    plan = compile_plan(graph, data.draw(op_sequences(graph)))
-    memory = simulate(graph, plan)
-    least = data.draw(st.integers(0, int(graph.owned_bytes.max(initial=0)) + 1))
-    live, peak = 0, 0
-    for nbytes in memory.event_bytes.tolist():
-        live += nbytes if abs(nbytes) >= least else 0
-        peak = max(peak, live)
-    validate(graph, plan, memory, peak, uncounted_below_bytes=least)
-    if peak > 0:
-        with pytest.raises(InvalidPlan, match="above"):
-            validate(graph, plan, memory, peak - 1, uncounted_below_bytes=least)
-
-
-@briefly
-@given(st.data())
 def test_any_value_freed_before_its_last_read_is_refused(data):
     graph = data.draw(op_graphs())
     plan = compile_plan(graph, data.draw(op_sequences(graph)))
