@@ -37,6 +37,7 @@ _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room
 _MORE_ROOM_BYTES = 256 << 20  # where this much is left of a free block, a request gets no more of it than it asked for
 _CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops; up to 9 KB were seen
 _SIDE_BY_SIDE = 1.1  # times its predicted peak: what an unmodified step, whose ops run at the same time, may take
+_LARGE_CONSTANT_BYTES = 1 << 10  # smaller ones find room in holes that no tensor fits
 _BUILD_BYTES = 32 << 10  # what is made between planning and the first run: the function's own tensors
 
 _log = logging.getLogger(__name__)
@@ -171,14 +172,16 @@ class ProfiledStep:
         Args:
             memory: The plan's simulation.
             partition: How free memory is divided, as for `dividers.divide`.
-            states: In how many states of memory: as it is now, with a batch where there is none now, with two...
+            states: In how many states of memory: as it is now, with a batch where there is none now, with two... In
+                each the constants are there that the plan's first run makes.
             enough_bytes: Once the peak is that high, other states do not matter.
             more_bytes: What the batch of the plan takes beyond the one that is there.
         """
         beside_bytes = more_bytes + self.reserve_bytes
-        batches = [[max(1, self.batch_bytes)] * count for count in range(states)]
+        constants = [size for size in self.traced.constants_bytes if size >= _LARGE_CONSTANT_BYTES]
+        disturbing = [[*constants, *[max(1, self.batch_bytes)] * count] for count in range(states)]
         enough = None if enough_bytes is None else enough_bytes - beside_bytes
-        peak = dividers.allocator_peak(memory, self.device, partition, batches, enough)
+        peak = dividers.allocator_peak(memory, self.device, partition, disturbing, enough)
         return None if peak is None else peak + beside_bytes
 
     def divide(self, partition: Sequence[int]) -> list[tf.Tensor]:
@@ -320,7 +323,8 @@ class PlannedStep:
 
     Before the first run the plan is confirmed once more, with the batch in hand: where the batch and
     the variables lie decides how the allocator rounds. Should a later run take more than the budget,
-    because something has moved since, the step is planned again with that much less.
+    because something has moved since, the step is planned again with that much less; where the plan forks,
+    which leaves the order of its allocations open, without forks first.
     """
 
     _MEASURED_RUNS = 6
@@ -337,6 +341,7 @@ class PlannedStep:
         self._structure = profiled.traced.function.structured_outputs
         self._confirmed = False
         self._most_bytes = budget_bytes
+        self._may_fork = True
         self._replans = 0
         self._dividers: list[tf.Tensor] = []
         self._peaks: list[int] = []
@@ -391,6 +396,8 @@ class PlannedStep:
         """The plan with the peak that it has from where memory stands now, or None if that is too much."""
         planner = self._profiled.planner
         planner.forget_peaks()
+        if not self._may_fork:
+            return planner.confirmed(dataclasses.replace(self.candidate, forks=()), self._most_bytes)
         found = planner.confirmed(self.candidate, self._most_bytes)
         return None if found is None else planner.forked(found, self._most_bytes)
 
@@ -407,10 +414,13 @@ class PlannedStep:
         return found
 
     def _plan_again(self, measured_bytes: int) -> None:
-        """Before the next run, plans with less, by as much as the measured peak is above the prediction."""
+        """Before the next run, plans without forks, or else with less: by what was measured above the prediction."""
         unforeseen = max(0, measured_bytes - self.candidate.peak_bytes)
         self._note(f"a step took {measured_bytes:,} bytes, {unforeseen:,} more than predicted; planned again.")
-        self._most_bytes = self.budget_bytes - unforeseen
+        if self.candidate.forks:
+            self._may_fork = False
+        else:
+            self._most_bytes = self.budget_bytes - unforeseen
         self._replans += 1
         self._confirmed = False
         self._peaks.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,20 @@ def placed(what: object, seconds: float, partition: tuple[int, ...]) -> SimpleNa
     """A candidate that another one runs as if both are of the same plan."""
     runs_as = lambda other: other.plan is what  # noqa: E731
     return SimpleNamespace(plan=what, time_s=seconds, partition=partition, forks=(), runs_as=runs_as)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forking:
+    """A candidate that may fork."""
+
+    plan: str = "plan"
+    forks: tuple[str, ...] = ()
+    time_s: float = 1.0
+    peak_bytes: int = 90
+    partition: tuple[int, ...] = ()
+
+    def runs_as(self, other) -> bool:
+        return (self.plan, self.forks) == (other.plan, other.forks)
 
 
 def stubbed(soon, later, *, confirmed=lambda _: None):
@@ -78,3 +93,22 @@ def test_a_step_that_nothing_keeps_within_the_budget_is_refused():
     step, _ = stubbed(None, None)
     with pytest.raises(NoScheduleFound):
         step.confirm()
+
+
+def test_a_step_above_its_budget_gives_up_its_forks_before_it_is_planned_with_less():
+    step, _ = stubbed(None, None)
+    limits = []
+    step._profiled.planner.confirmed = lambda candidate, limit: limits.append(limit) or candidate
+    step._profiled.planner.forked = lambda candidate, _: dataclasses.replace(candidate, forks=("fork",))
+    step.candidate = Forking()
+    step.confirm()
+    assert step.candidate.forks == ("fork",)
+    step._plan_again(107)
+    step.confirm()
+    assert step.candidate.forks == ()
+    assert step._function == ("function of", Forking())
+    step._plan_again(107)
+    step.confirm()
+    assert step.candidate.forks == ()
+    assert limits[0] == limits[-2] == 100
+    assert limits[-1] == 100 - 17

@@ -10,11 +10,15 @@ from checkmate_tf.errors import ModelError
 from checkmate_tf.lowering import device
 from checkmate_tf.lowering.arena import exact_chunks
 
+_HOST = "CPU:0"
 _ROOM = 4  # times a batch, from which it is cut
 
 
 def as_tensors(data):
-    """The same structure with tensors for arrays, and None for what a tf.data pipeline marks as absent."""
+    """The same structure with tensors for arrays, and None for what a tf.data pipeline marks as absent.
+
+    Arrays come to lie in the memory of the device's allocator, as a batch from a pipeline does: a budget counts them.
+    """
     return tf.nest.map_structure(_as_tensor, data)
 
 
@@ -23,7 +27,12 @@ def _as_tensor(leaf):
         return None
     if isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
         return leaf
-    return tf.convert_to_tensor(leaf)
+    before_bytes = device.in_use_bytes(_HOST)
+    tensor = tf.convert_to_tensor(leaf)
+    is_held = device.in_use_bytes(_HOST) > before_bytes
+    if is_held or "CPU" not in tensor.device or tensor.dtype == tf.string:
+        return tensor
+    return tf.raw_ops.DeepCopy(x=tensor)  # by chance of how its array lies, it is outside the allocator's memory
 
 
 def is_dense(data) -> bool:
