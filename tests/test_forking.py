@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from small_steps import MIB, op_graph
@@ -44,17 +46,30 @@ def test_a_plan_forks_where_every_order_keeps_the_budget():
     plans = branched(MIB)
     chain = plans.plan(1 << 40, time_limit_s=2)
     in_chain = chain.peak_bytes
-    found = plans.forked(chain, in_chain + MIB)
+    found = plans.forked(chain, in_chain + 2 * MIB)
     (fork,) = found.forks
     assert [found.op_graph.names[op] for op in found.plan.ops[fork.middle : fork.end]] == ["right"]
     assert in_chain <= found.peak_bytes <= in_chain + MIB
     assert not found.runs_as(chain)
-    assert plans.forked(found, in_chain + MIB).runs_as(found)
+    assert plans.forked(found, in_chain + 2 * MIB).runs_as(found)
     again = plans.confirmed(found, in_chain + MIB - 1)
     for unforked in (plans.forked(chain, in_chain + MIB - 1), plans.forked(again, in_chain + MIB - 1)):
         assert unforked.forks == ()
         assert unforked.peak_bytes == in_chain
         assert unforked.runs_as(chain)
+
+
+def test_a_plan_that_forks_has_room_for_an_order_that_was_not_tried():
+    """Orders of the allocations took 1 % more than all that had been tried, at a hard limit."""
+    plans = branched(0)
+    chain = plans.plan(1 << 40, time_limit_s=2)
+
+    def forks_within(budget):
+        more = itertools.cycle([0, 10])
+        return forked(chain, budget, lambda *_: chain.peak_bytes + next(more)).forks
+
+    assert forks_within(chain.peak_bytes + 20)
+    assert not forks_within(chain.peak_bytes + 19)
 
 
 def test_a_fork_that_takes_more_costs_no_other_one():

@@ -15,6 +15,7 @@ from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.partition import STATES, AllocatorPeak
 
 _ORDERS = 4  # of the events of all forks, drawn at random
+_UNSEEN = 1  # times what those differ by: how much more another order may take
 _SEED = 1  # of those; other ones than a trial draws
 _LEAST_SAVED = 0.02  # of a plan's time by all forks, at best: to run lanes at all costs about 0.01
 _MOST_ASKED = 32  # answers of the device's allocator about parts of the forks
@@ -26,8 +27,8 @@ def forked(
     """The same plan with forks with which it keeps the budget too: those that it has, if it does, or others, or none.
 
     Forks are chosen on an allocator of our own, in a state that is simpler than the device's. The device's has the last
-    word: those with which it takes more than the budget in some order are left out. Where the rest saves too little for
-    what lanes cost, the plan stays a chain.
+    word: those are left out with which it takes more than the budget in some order, or comes closer to it than orders
+    differ. Where the rest saves too little for what lanes cost, the plan stays a chain.
 
     Args:
         candidate: A plan that keeps the budget, in memory divided for it.
@@ -54,8 +55,13 @@ def forked(
         return (trial.in_some_order(forks, rng) for _ in range(_ORDERS))
 
     def keep_budget(forks: list[Fork]) -> bool:
-        peaks = (allocator_peak(order, chain.partition, STATES, budget_bytes + 1) for order in in_some_orders(forks))
-        return all(peak is not None and peak <= budget_bytes for peak in peaks)
+        peaks = []
+        for order in in_some_orders(forks):
+            peak = allocator_peak(order, chain.partition, STATES, budget_bytes + 1)
+            if peak is None or peak > budget_bytes:
+                return False
+            peaks.append(peak)
+        return max(peaks) + _UNSEEN * (max(peaks) - min(peaks)) <= budget_bytes
 
     forks = _most(candidate.forks or trial.harmless(possible), keep_budget)
     if not _save_enough(forks, chain):
