@@ -14,7 +14,7 @@ from checkmate_tf.core.validate import validate_forks
 from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.partition import STATES, AllocatorPeak
 
-_ORDERS = 4  # of the events of all forks, drawn at random
+_ORDERS = 12  # of the events of all forks, drawn at random
 _UNSEEN = 1  # times what those differ by: how much more another order may take
 _SEED = 1  # of those; other ones than a trial draws
 _LEAST_SAVED = 0.02  # of a plan's time by all forks, at best: to run lanes at all costs about 0.01
