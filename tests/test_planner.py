@@ -14,6 +14,7 @@ from checkmate_tf.core.schedule import SequenceSchedule
 from checkmate_tf.core.simulate import working_set_bytes
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
+from checkmate_tf.planning import partition
 from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.partition import STATES
 from checkmate_tf.planning.planner import Planner
@@ -108,6 +109,26 @@ def test_what_the_device_held_when_the_step_was_profiled_keeps_its_room():
     assert plans.tensor_peak(candidate) <= budget
     small = plans.known(plans.tensor_peak(candidate) - MIB // 2)
     assert small is None or plans.tensor_peak(small) < plans.tensor_peak(candidate)
+
+
+def test_an_allocator_that_waited_for_memory_is_not_asked_about_plans_as_large(monkeypatch):
+    """At a hard limit each such answer takes ten seconds: one plan took five minutes to find."""
+    now, asked = [0.0], []
+
+    def report(memory, *_):
+        asked.append(memory.peak_bytes)
+        now[0] += 10.0 if memory.peak_bytes > 900 else 0.1
+        return None if memory.peak_bytes > 900 else memory.peak_bytes
+
+    monkeypatch.setattr(partition, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    allocator = partition.Reluctant(report)
+    sizes = [1000, *range(1000, 800, -1)]
+    answers = [allocator(SimpleNamespace(peak_bytes=size)) for size in sizes]
+    assert all(answer in (None, size) for answer, size in zip(answers, sizes, strict=True))
+    assert sum(size > 900 for size in asked) <= 4
+    assert answers[-1] == 801
+    allocator.forget()
+    assert allocator(SimpleNamespace(peak_bytes=900)) == 900
 
 
 def test_the_unmodified_step_is_simulated_in_the_order_in_which_ops_are_ready():

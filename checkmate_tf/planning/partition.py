@@ -30,6 +30,8 @@ MOST_PARTS = 64
 _MOST_SIZES = 6  # of large tensors
 _FILLED = 0.5, 0.75, 0.25, 1.0, 0.6, 0.4, 0.9, 0.1  # of a plan's peak, by equal parts
 _EQUAL_PARTS = 4  # all but each fourth try has equal parts
+_WAITED_S = 5.0  # an answer that takes that long is one of an allocator that has waited for memory
+_NEARLY = 0.005  # of a plan's peak, doubled each time that memory runs out: those so much smaller are not tried either
 _SMALL = 2**-13  # of a plan's peak: tensors below that hardly matter to where the others lie
 
 
@@ -44,6 +46,36 @@ class Placement:
 
     partition: Partition
     peak_bytes: int
+
+
+class Reluctant:
+    """An allocator that is not asked about plans as large as one for which it has run out of memory, or nearly so.
+
+    To say that memory has run out takes TensorFlow's allocator ten seconds, in which it waits for other threads.
+
+    Args:
+        allocator_peak: As for `Placer`.
+    """
+
+    def __init__(self, allocator_peak: AllocatorPeak):
+        self._ask = allocator_peak
+        self.forget()
+
+    def forget(self) -> None:
+        """Memory has changed since."""
+        self._times = 0
+        self._too_large = np.inf  # bytes of tensors at the peak
+
+    def __call__(self, memory: Memory, partition: Partition = (), *states) -> int | None:
+        """As `allocator_peak`, or None without asking it."""
+        if memory.peak_bytes >= self._too_large:
+            return None
+        began_s = time.perf_counter()
+        peak = self._ask(memory, partition, *states)
+        if peak is None and not partition and time.perf_counter() - began_s > _WAITED_S:
+            self._times += 1
+            self._too_large = memory.peak_bytes * (1 - _NEARLY * 2**self._times)
+        return peak
 
 
 class Placer:

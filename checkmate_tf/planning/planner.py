@@ -25,7 +25,7 @@ from checkmate_tf.planning.archive import Entry
 from checkmate_tf.planning.candidate import NEVER, Candidate, cheapest
 from checkmate_tf.planning.confirm import confirm
 from checkmate_tf.planning.forking import forked
-from checkmate_tf.planning.partition import STATES, AllocatorPeak, Placement, Placer
+from checkmate_tf.planning.partition import STATES, AllocatorPeak, Placement, Placer, Reluctant
 from checkmate_tf.planning.search import MOST_NEIGHBOURS, Order, Search
 from checkmate_tf.solvers.base import Clock
 
@@ -77,8 +77,8 @@ class Planner:
     ):
         self._op_graph = op_graph
         self._costs = costs
-        self._allocator_peak = allocator_peak
-        self._placer = Placer(allocator_peak)
+        self._allocator_peak = Reluctant(allocator_peak)
+        self._placer = Placer(self._allocator_peak)
         self._uncounted_below_bytes = uncounted_below_bytes
         self._placements: dict[tuple[Memory, int], Placement] = {}
         self._strategy = strategy
@@ -324,6 +324,7 @@ class Planner:
     def forget_peaks(self) -> None:
         """Drops what the allocator said of plans, because its state has changed since."""
         self._placements.clear()
+        self._allocator_peak.forget()
         for order in self.orders:
             order.seen.clear()
 
