@@ -107,8 +107,6 @@ def test_what_the_device_held_when_the_step_was_profiled_keeps_its_room():
     budget = round(0.8 * plans.tensor_peak(plans.store_all()))
     candidate = plans.plan(budget, time_limit_s=4)
     assert plans.tensor_peak(candidate) <= budget
-    small = plans.known(plans.tensor_peak(candidate) - MIB // 2)
-    assert small is None or plans.tensor_peak(small) < plans.tensor_peak(candidate)
 
 
 def test_an_allocator_that_waited_for_memory_is_not_asked_about_plans_as_large(monkeypatch):

@@ -84,7 +84,7 @@ def _check_lane(graph: OpGraph, plan: Plan, lane: range, other: range) -> None:
 
 def _check_peak(graph: OpGraph, plan: Plan, memory: Memory, limit_bytes: int) -> None:
     """Bytes in use stay within the limit at every allocation."""
-    in_use = np.cumsum(memory.event_bytes)
+    in_use = memory.counted_bytes(0)
     over = np.flatnonzero(in_use > limit_bytes)
     if over.size:
         step = int(memory.event_step[over[0]])
