@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from checkmate_tf import budget as budgets
 from checkmate_tf import describe
+from checkmate_tf.core.allocator import UNIT_BYTES
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.plan import Plan, compile_plan
 from checkmate_tf.core.scaling import BatchScaling
@@ -26,9 +27,11 @@ from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, RULES
 from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
+from checkmate_tf.lowering.seats import Seats, seat
 from checkmate_tf.lowering.trace import TracedStep, trace
 from checkmate_tf.planning.candidate import Candidate, cheapest
 from checkmate_tf.planning.joint import JointPlanner, Site
+from checkmate_tf.planning.partition import STATES
 from checkmate_tf.planning.planner import Planner
 from checkmate_tf.planning.replay import replay
 from checkmate_tf.reporting import ChoiceRow, ImplementationRow, Report
@@ -38,6 +41,8 @@ _MORE_ROOM_BYTES = 256 << 20  # where this much is left of a free block, a reque
 _CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops; up to 9 KB were seen
 _SIDE_BY_SIDE = 1.1  # times its predicted peak: what an unmodified step, whose ops run at the same time, may take
 _LARGE_CONSTANT_BYTES = 1 << 10  # smaller ones find room in holes that no tensor fits
+_MORE_SCALARS, _LEAST_SCALARS = 1.25, 16  # times those that the unmodified step has at once: a plan may have more
+_SEATS = 0.005  # of the tensors of the step that recomputes nothing: what the blocks between seats may take, twice
 _BUILD_BYTES = 32 << 10  # what is made between planning and the first run: the function's own tensors
 
 _log = logging.getLogger(__name__)
@@ -88,6 +93,12 @@ class ProfiledStep:
         self.reserve_bytes = _BUILD_BYTES + self._beside_bytes  # added to every predicted peak
         plain = simulate(extracted.op_graph, compile_plan(extracted.op_graph, range(extracted.op_graph.n)))
         self._room_bytes = int(_ROOM * plain.peak_bytes) + _MORE_ROOM_BYTES
+        self._scalars = sum(size <= UNIT_BYTES for size in self.traced.constants_bytes)  # held by a function of its own
+        self._scalars += round(_MORE_SCALARS * plain.most_at_once(UNIT_BYTES)) + _LEAST_SCALARS
+        self._most_seats_bytes = int(_SEATS * plain.peak_bytes)
+        self._fed_bytes = [leaf.shape.num_elements() * leaf.dtype.size for leaf in _leaves(spec)]
+        self.batch_bytes = sum(self._fed_bytes)
+        self.reserve_bytes += self.seats().nbytes
         self.tidy()
         with self.phase("profile"):
             self.profile = profile(
@@ -102,7 +113,6 @@ class ProfiledStep:
         self.notes = _notes(self.profile.unsized)
         gc.collect()
         self.base_bytes = devices.in_use_bytes(self.device)
-        self.batch_bytes = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in _leaves(spec))
         self.planner = self.planner_for(
             settings.strategy, self.profile.op_graph, self.profile.costs, archive_dir=settings.cache_dir
         )
@@ -179,7 +189,7 @@ class ProfiledStep:
         """
         beside_bytes = more_bytes + self.reserve_bytes
         constants = [size for size in self.traced.constants_bytes if size >= _LARGE_CONSTANT_BYTES]
-        disturbing = [[*constants, *[max(1, self.batch_bytes)] * count] for count in range(states)]
+        disturbing = [[*constants, *[max(1, size) for size in self._fed_bytes] * count] for count in range(states)]
         enough = None if enough_bytes is None else enough_bytes - beside_bytes
         peak = dividers.allocator_peak(memory, self.device, partition, disturbing, enough)
         return None if peak is None else peak + beside_bytes
@@ -187,6 +197,10 @@ class ProfiledStep:
     def divide(self, partition: Sequence[int]) -> list[tf.Tensor]:
         """Divides the device's free memory for as long as what is returned is held."""
         return dividers.divide(partition, self.device)
+
+    def seats(self) -> Seats:
+        """Seats for batches, one for each state of memory, and for the scalars of the step."""
+        return Seats(self._fed_bytes * STATES, self._scalars, self.device, self._most_seats_bytes)
 
     def op_graph_at(self, spec) -> OpGraph:
         """The step traced for another argument, without measured storage."""
@@ -206,6 +220,7 @@ class ProfiledStep:
 
     def ready_to_run(self) -> None:
         """From now on peaks are predicted for runs that follow at once."""
+        gc.collect()  # the functions of other plans hold memory
         self.reserve_bytes = self._beside_bytes
         self.tidy()
 
@@ -344,6 +359,7 @@ class PlannedStep:
         self._may_fork = True
         self._replans = 0
         self._dividers: list[tf.Tensor] = []
+        self._seats = profiled.seats()
         self._peaks: list[int] = []
         self._seconds: list[float] = []
         self._notes: list[str] = []
@@ -369,16 +385,25 @@ class PlannedStep:
             self._plan_again(peak_bytes)
         return self._pack(results)
 
-    def confirm(self) -> None:
+    def confirm(self, batch: list | None = None):
         """Before the first run, and after one that took too much, takes a plan that keeps the budget from now on.
 
+        Args:
+            batch: A list with the batch in hand, if it can be moved to where later batches will be.
+
+        Returns:
+            The batch, where one was given.
+
         Raises:
-            NoScheduleFound: There is none for the first run, known or found in time.
+            NoScheduleFound: There is no plan for the first run, known or found in time.
         """
         if self._confirmed:
-            return
+            return batch and batch.pop()
         self._dividers.clear()
         self._profiled.ready_to_run()
+        self._seats.take()
+        data = batch and seat(batch, self._profiled.device)
+        self._seats.take_for_scalars()
         found = self._plan_for_now() or self._other_plan()
         if found is None:
             if not self._replans:
@@ -387,10 +412,12 @@ class PlannedStep:
             self._replans = self._MOST_REPLANS
             found = self.candidate
         if not found.runs_as(self.candidate):
-            self._build(found)
-            found = self._plan_for_now() or found  # what its function holds has moved memory once more
+            self._build(found)  # what its function holds moves memory once more
+            self._seats.take_for_scalars()
+            found = self._plan_for_now() or found
         self._use(found)
         self._confirmed = True
+        return data
 
     def _plan_for_now(self) -> Candidate | None:
         """The plan with the peak that it has from where memory stands now, or None if that is too much."""

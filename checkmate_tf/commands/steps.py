@@ -176,7 +176,7 @@ class _Training:
         device = _device()
         try:
             for step in range(warm_up + steps):
-                images, labels = (tf.convert_to_tensor(part) for part in next(self._batches))
+                images, labels = next(self._batches)
                 _reset_peak(device)
                 start_s = time.perf_counter()
                 self._losses.append(float(self._model.train_on_batch(images, labels)))

@@ -67,6 +67,11 @@ class Memory:
         counted = np.abs(self.event_bytes) >= uncounted_below_bytes
         return np.cumsum(np.where(counted, self.event_bytes, 0))
 
+    def most_at_once(self, most_bytes: int) -> int:
+        """Largest number of buffers of up to that size that are in use at once."""
+        small = self.event_bytes[np.abs(self.event_bytes) <= most_bytes]
+        return int(np.cumsum(np.sign(small)).max(initial=0))
+
 
 def simulate(graph: OpGraph, plan: Plan, workspace_bytes: np.ndarray | None = None) -> Memory:
     """Follows storage through a plan: allocations, takeovers, workspace and frees.

@@ -193,11 +193,16 @@ class PlannedTraining:
         return logs
 
     def _run(self, data):
+        is_ours = not any(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(data))
         data = self._without_absent(batch.as_tensors(data))
         try:
             self.plan(data)
             planned = self._steps[batch.signature(data)]
-            if planned is not None:
+            if planned is not None and is_ours:  # in memory that nothing else refers to
+                movable = [data]
+                del data
+                data = planned.confirm(movable)
+            elif planned is not None:
                 planned.confirm()
         except CheckmateError:
             detach(self._model)

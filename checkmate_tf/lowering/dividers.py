@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from checkmate_tf.core.allocator import divider_bytes
 from checkmate_tf.core.simulate import Memory
-from checkmate_tf.lowering.device import in_use_bytes, limit_bytes, uncounted_below_bytes
+from checkmate_tf.lowering.device import counted_bytes, in_use_bytes, limit_bytes, uncounted_below_bytes
 from checkmate_tf.lowering.rehearse import address, empty, rehearse
 
 _MOST_TRIES, _MOST_FILL_BYTES = 64, 64 << 20  # for one divider; more than that is no gap between tensors
@@ -32,8 +32,8 @@ def allocator_peak(
         memory: The plan's simulation.
         device: Device that will run it.
         partition: How free memory is divided meanwhile, as for `divide`; the dividers count.
-        disturbing_bytes: For each run of the plan, sizes of blocks that are held meanwhile and not counted. A batch
-            that comes to lie elsewhere does as much.
+        disturbing_bytes: For each run of the plan, sizes of blocks that are held meanwhile. A batch that comes to lie
+            elsewhere does as much. They do not count, but what they get beyond their sizes does.
         enough_bytes: A run that takes this much is the last.
 
     Returns:
@@ -45,15 +45,13 @@ def allocator_peak(
     dividers = divide(partition, device)
     worst = 0
     for sizes in disturbing_bytes:
-        before = in_use_bytes(device)
         with tf.device(device):
             blocks = [empty(size) for size in sizes]
-        held = in_use_bytes(device) - before
         played = rehearse(memory.event_buffer[counted], memory.event_bytes[counted], device=device)
         del blocks
         if not played.fits:
             return None
-        worst = max(worst, played.peak_bytes - held)
+        worst = max(worst, played.peak_bytes - counted_bytes(device, sizes))
         if enough_bytes is not None and worst >= enough_bytes:
             break
     del dividers

@@ -15,7 +15,7 @@ from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.partition import STATES, AllocatorPeak
 
 _ORDERS = 12  # of the events of all forks, drawn at random
-_UNSEEN = 1  # times what those differ by: how much more another order may take
+_UNSEEN = 2  # times what those differ by: how much more another order may take
 _SEED = 1  # of those; other ones than a trial draws
 _LEAST_SAVED = 0.02  # of a plan's time by all forks, at best: to run lanes at all costs about 0.01
 _MOST_ASKED = 32  # answers of the device's allocator about parts of the forks

@@ -94,7 +94,7 @@ def check(recipe: dict, weights: list, plain: list, cache_dir: str) -> dict:
     pipeline = recipe["form"] != "train_on_batch"
     batch_bytes = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in tf.nest.flatten(spec))
     # The allocator may give a batch up to twice its size. A pipeline holds the batch before and the one after.
-    more_bytes = PIPELINE_BYTES + 2 * batch_bytes if pipeline else batch_bytes
+    more_bytes = PIPELINE_BYTES + 2 * batch_bytes if pipeline else 0
     result = {"form": recipe["form"], "limits": limits}
     options = {"time_limit_s": TIME_LIMIT_S, "cache_dir": cache_dir, "verbose": False}
     try:

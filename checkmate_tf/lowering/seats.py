@@ -1,0 +1,90 @@
+"""Seats for batches and scalars: free chunks of just their sizes, each between small blocks that are held.
+
+TensorFlow's best-fit allocator gives a request the smallest free chunk that holds it. So as long as a seat is free a
+batch comes to lie in one, counts as what it is, and leaves all other memory as a plan has found it. Without seats it
+lies where there happens to be room, and a plan's peak differs from step to step. So do scalars that outlive a step
+(counters, seeds of dropout, the loss): each divides a large chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from checkmate_tf.core.allocator import UNIT_BYTES, divider_bytes
+from checkmate_tf.lowering.arena import exact_chunks
+from checkmate_tf.lowering.device import counted_bytes, uncounted_below_bytes
+from checkmate_tf.lowering.dividers import divide
+from checkmate_tf.lowering.rehearse import empty
+
+_LEAST_BYTES = 64 << 10  # smaller tensors of a batch find room between others
+_ROOM = 4  # times the seats, from which they are cut
+
+
+class Seats:
+    """Makes seats and holds the blocks between them.
+
+    Args:
+        sizes: Bytes of each tensor of the batches.
+        scalars: Number of seats for tensors of up to 256 bytes, if the device counts those.
+        device: Device that will have them.
+        most_bytes: What the blocks may take: once for batches, and once for scalars. There are no seats where that
+            is too little.
+
+    Attributes:
+        nbytes: What the blocks take.
+    """
+
+    def __init__(self, sizes: Sequence[int], scalars: int, device: str, most_bytes: int):
+        self._device = device
+        uncounted = uncounted_below_bytes(device)
+        # The first part keeps the first seat from growing into what is in front of it.
+        parts = [max(_LEAST_BYTES, uncounted), *(size for size in sizes if size >= _LEAST_BYTES)]
+        between = counted_bytes(device, [divider_bytes(size, uncounted) for size in parts])
+        self._parts = parts if len(parts) > 1 and between <= most_bytes else []
+        blocks = scalars + 1
+        self._scalars = scalars if uncounted <= UNIT_BYTES and UNIT_BYTES * blocks <= most_bytes else 0
+        self.nbytes = (between if self._parts else 0) + (UNIT_BYTES * blocks if self._scalars else 0)
+        self._blocks: list[tf.Tensor] = []
+        self._scalar_blocks: list[tf.Tensor] = []
+
+    def take(self) -> None:
+        """Makes seats for batches anew."""
+        self._blocks.clear()
+        self._scalar_blocks.clear()
+        if self._parts:
+            with exact_chunks(self._device, _ROOM * sum(self._parts)):
+                self._blocks = divide(self._parts, self._device)
+
+    def take_for_scalars(self) -> None:
+        """Makes seats for scalars anew; none where memory runs out."""
+        self._scalar_blocks.clear()
+        if self._scalars:
+            with tf.device(self._device), contextlib.suppress(tf.errors.ResourceExhaustedError):
+                self._scalar_blocks = [empty(UNIT_BYTES) for _ in range(2 * self._scalars + 1)][::2]
+
+
+def seat(batch: list, device: str):
+    """Moves a batch into seats.
+
+    Args:
+        batch: A list with the batch: (nested) tensors that nothing else holds, or else they stay where they are. It is
+            taken out of the list.
+        device: Device that has the seats.
+
+    Returns:
+        The batch.
+    """
+    structure = batch.pop()
+    leaves = tf.nest.flatten(structure)
+    structure = tf.nest.map_structure(lambda _: None, structure)
+    for k in range(len(leaves)):
+        if leaves[k] is None or not leaves[k].device.endswith(device) or leaves[k].dtype == tf.string:
+            continue
+        before = weakref.ref(leaves[k])
+        leaves[k] = tf.raw_ops.DeepCopy(x=leaves[k])
+        leaves[k] = leaves[k] if before() is None else before()
+    return tf.nest.pack_sequence_as(structure, leaves)
