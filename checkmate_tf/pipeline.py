@@ -89,11 +89,13 @@ class ProfiledStep:
         if not any(t.startswith("Assign") or t.startswith("ResourceApply") for t in extracted.op_graph.types):
             raise ModelError("the training step updates no variable; there is nothing to plan.")
         self.device = devices.name_of(self.traced.function.variables)
-        self._beside_bytes = _CALL_BYTES + devices.counted_bytes(self.device, self.traced.constants_bytes)
+        constants = self.traced.constants_bytes
+        self._large_constants = [size for size in constants if size >= _LARGE_CONSTANT_BYTES]
+        self._beside_bytes = _CALL_BYTES + devices.counted_bytes(self.device, constants)
         self.reserve_bytes = _BUILD_BYTES + self._beside_bytes  # added to every predicted peak
         plain = simulate(extracted.op_graph, compile_plan(extracted.op_graph, range(extracted.op_graph.n)))
         self._room_bytes = int(_ROOM * plain.peak_bytes) + _MORE_ROOM_BYTES
-        self._scalars = sum(size <= UNIT_BYTES for size in self.traced.constants_bytes)  # held by a function of its own
+        self._scalars = sum(size <= UNIT_BYTES for size in constants)  # held by a function of its own
         self._scalars += round(_MORE_SCALARS * plain.most_at_once(UNIT_BYTES)) + _LEAST_SCALARS
         self._most_seats_bytes = int(_SEATS * plain.peak_bytes)
         self._fed_bytes = [leaf.shape.num_elements() * leaf.dtype.size for leaf in _leaves(spec)]
@@ -188,8 +190,8 @@ class ProfiledStep:
             more_bytes: What the batch of the plan takes beyond the one that is there.
         """
         beside_bytes = more_bytes + self.reserve_bytes
-        constants = [size for size in self.traced.constants_bytes if size >= _LARGE_CONSTANT_BYTES]
-        disturbing = [[*constants, *[max(1, size) for size in self._fed_bytes] * count] for count in range(states)]
+        fed = [max(1, size) for size in self._fed_bytes]
+        disturbing = [[*self._large_constants, *fed * count] for count in range(states)]
         enough = None if enough_bytes is None else enough_bytes - beside_bytes
         peak = dividers.allocator_peak(memory, self.device, partition, disturbing, enough)
         return None if peak is None else peak + beside_bytes

@@ -67,6 +67,10 @@ class Memory:
         counted = np.abs(self.event_bytes) >= uncounted_below_bytes
         return np.cumsum(np.where(counted, self.event_bytes, 0))
 
+    def most_counted_bytes(self, uncounted_below_bytes: int) -> int:
+        """Largest number of bytes in use, as such an allocator counts."""
+        return int(self.counted_bytes(uncounted_below_bytes).max(initial=0))
+
     def most_at_once(self, most_bytes: int) -> int:
         """Largest number of buffers of up to that size that are in use at once."""
         small = self.event_bytes[np.abs(self.event_bytes) <= most_bytes]

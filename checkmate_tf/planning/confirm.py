@@ -33,14 +33,11 @@ def confirm(
     Raises:
         InvalidPlan: The checker refuses it.
     """
-    if placed.peak_bytes > budget_bytes or _tensors_bytes(placed, uncounted_below_bytes) + base_bytes > budget_bytes:
+    tensors_bytes = placed.memory.most_counted_bytes(uncounted_below_bytes)
+    if max(placed.peak_bytes, tensors_bytes + base_bytes) > budget_bytes:
         return None
     peak = allocator_peak(placed.memory, placed.partition)
     if peak is None or peak > budget_bytes:
         return None
     validate(placed.op_graph, placed.plan)
     return dataclasses.replace(placed, peak_bytes=peak)
-
-
-def _tensors_bytes(placed: Candidate, uncounted_below_bytes: int) -> int:
-    return int(placed.memory.counted_bytes(uncounted_below_bytes).max(initial=0))

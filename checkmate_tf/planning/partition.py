@@ -108,7 +108,7 @@ class Placer:
         best = Placement((), NEVER)
         until_s = time.perf_counter() + _LIMIT_S
         sketch = _sketch(memory)
-        missing_bytes = _most_in_use(memory) - _most_in_use(sketch)
+        missing_bytes = memory.most_counted_bytes(0) - sketch.most_counted_bytes(0)
         for partition in self._partitions(memory, first):
             peak = self._worst(sketch, partition, best.peak_bytes - missing_bytes)
             if peak + missing_bytes < best.peak_bytes:
@@ -150,11 +150,6 @@ def _sketch(memory: Memory) -> Memory:
     """The same without small tensors: most events of a step are theirs, and each takes as long as a large one's."""
     large = memory.large_events(int(_SMALL * memory.peak_bytes))
     return memory.with_events(large)
-
-
-def _most_in_use(memory: Memory) -> int:
-    """Of what is asked of the allocator."""
-    return int(memory.counted_bytes(0).max(initial=0))
 
 
 def _drawn(memory: Memory) -> Iterator[Partition]:
