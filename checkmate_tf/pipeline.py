@@ -16,7 +16,6 @@ from checkmate_tf import describe
 from checkmate_tf.core.allocator import UNIT_BYTES
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.plan import Plan, compile_plan
-from checkmate_tf.core.scaling import BatchScaling
 from checkmate_tf.core.simulate import Memory, simulate
 from checkmate_tf.errors import ModelError
 from checkmate_tf.lowering import device as devices
@@ -29,6 +28,7 @@ from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 from checkmate_tf.lowering.seats import Seats, seat
 from checkmate_tf.lowering.trace import TracedStep, trace
+from checkmate_tf.lowering.turns import turns
 from checkmate_tf.planning.candidate import Candidate, cheapest
 from checkmate_tf.planning.joint import JointPlanner, Site
 from checkmate_tf.planning.partition import STATES
@@ -39,7 +39,6 @@ from checkmate_tf.reporting import ChoiceRow, ImplementationRow, Report
 _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
 _MORE_ROOM_BYTES = 256 << 20  # where this much is left of a free block, a request gets no more of it than it asked for
 _CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops; up to 9 KB were seen
-_SIDE_BY_SIDE = 1.1  # times its predicted peak: what an unmodified step, whose ops run at the same time, may take
 _LARGE_CONSTANT_BYTES = 1 << 10  # smaller ones find room in holes that no tensor fits
 _MORE_SCALARS, _LEAST_SCALARS = 1.25, 16  # times those that the unmodified step has at once: a plan may have more
 _SEATS = 0.005  # of the tensors of the step that recomputes nothing: what the blocks between seats may take, twice
@@ -218,6 +217,7 @@ class ProfiledStep:
 
     def tidy(self) -> None:
         """Moves the variables together, where there is room for that: other steps may have scattered them."""
+        turns(self.device).moved()
         gather(self.device, self.traced.function.variables, self.make_room(self._room_bytes))
 
     def ready_to_run(self) -> None:
@@ -248,17 +248,6 @@ class ProfiledStep:
         if self._plain_peak_bytes is None:
             self._plain_peak_bytes = self.unmodified().planner.unordered().peak_bytes
         return self._plain_peak_bytes
-
-    def plain_peak_at(self, spec) -> int:
-        """Predicted allocator peak of this step on a batch of fewer rows: ops run as they become ready.
-
-        Tensors are as large as a trace says. Workspace, which need not shrink with the batch, is taken to be as here,
-        and so is what the device holds throughout.
-        """
-        rows, fewer = (_leaves(whole)[0].shape[0] for whole in (self._spec, spec))
-        op_graph, costs = self.profile.op_graph, self.profile.costs
-        smaller, _ = BatchScaling.between(op_graph, costs, rows, self.op_graph_at(spec), fewer).at(fewer)
-        return self.planner_for("checkpoint_all", smaller, costs).unordered().peak_bytes
 
     def unmodified(self) -> ProfiledStep:
         """The step without equivalents in place of what the model does: this one where there are none."""
@@ -341,7 +330,8 @@ class PlannedStep:
     Before the first run the plan is confirmed once more, with the batch in hand: where the batch and
     the variables lie decides how the allocator rounds. Should a later run take more than the budget,
     because something has moved since, the step is planned again with that much less; where the plan forks,
-    which leaves the order of its allocations open, without forks first.
+    which leaves the order of its allocations open, without forks first. Where steps take turns on a device, each is
+    confirmed once more after another one was planned.
     """
 
     _MEASURED_RUNS = 6
@@ -356,7 +346,8 @@ class PlannedStep:
         self._function = function
         self._captured = list(profiled.traced.function.captured_inputs)
         self._structure = profiled.traced.function.structured_outputs
-        self._confirmed = False
+        self._turns = turns(profiled.device)
+        self._confirmed_at: int | None = None  # moves of the variables
         self._most_bytes = budget_bytes
         self._may_fork = True
         self._replans = 0
@@ -399,27 +390,46 @@ class PlannedStep:
         Raises:
             NoScheduleFound: There is no plan for the first run, known or found in time.
         """
-        if self._confirmed:
+        if self._turns.is_of(self) and self._confirmed_at == self._turns.moves:
             return batch and batch.pop()
+        if self._confirmed_at is None:
+            self._profiled.ready_to_run()
+        self._turns.take(self)
+        if self._confirmed_at is None:
+            self._seats.take()
+            data = batch and seat(batch, self._profiled.device)
+            self._seats.take_for_scalars()
+            self._take_plan_for_now(must_keep_budget=not self._replans)
+        else:
+            data = batch and batch.pop()
+            if self._confirmed_at != self._turns.moves:
+                self._take_plan_for_now(must_keep_budget=False)
+        self._dividers = self._profiled.divide(self.candidate.partition)
+        self._confirmed_at = self._turns.moves
+        return data
+
+    def give_up(self) -> None:
+        """Frees what divides the memory for this step's plan: it is another one's turn."""
         self._dividers.clear()
-        self._profiled.ready_to_run()
-        self._seats.take()
-        data = batch and seat(batch, self._profiled.device)
-        self._seats.take_for_scalars()
+
+    def _take_plan_for_now(self, *, must_keep_budget: bool) -> None:
+        """Goes on with a plan that keeps the budget from where memory stands now.
+
+        Raises:
+            NoScheduleFound: There is none, and there must be.
+        """
         found = self._plan_for_now() or self._other_plan()
         if found is None:
-            if not self._replans:
+            if must_keep_budget:
                 raise self._profiled.planner.not_found(self.budget_bytes)
             self._note("no plan keeps the budget with what was measured; the last one stays.")
             self._replans = self._MOST_REPLANS
-            found = self.candidate
+            return
         if not found.runs_as(self.candidate):
             self._build(found)  # what its function holds moves memory once more
             self._seats.take_for_scalars()
             found = self._plan_for_now() or found
-        self._use(found)
-        self._confirmed = True
-        return data
+        self._build(found)
 
     def _plan_for_now(self) -> Candidate | None:
         """The plan with the peak that it has from where memory stands now, or None if that is too much."""
@@ -451,14 +461,9 @@ class PlannedStep:
         else:
             self._most_bytes = self.budget_bytes - unforeseen
         self._replans += 1
-        self._confirmed = False
+        self._confirmed_at = None
         self._peaks.clear()
         self._seconds.clear()
-
-    def _use(self, candidate: Candidate) -> None:
-        """Runs a plan from now on, in memory divided for it."""
-        self._build(candidate)
-        self._dividers = self._profiled.divide(candidate.partition)
 
     def _build(self, candidate: Candidate) -> None:
         if not candidate.runs_as(self.candidate):
@@ -476,17 +481,6 @@ class PlannedStep:
     def measured_peak_bytes(self) -> int | None:
         """Highest allocator peak of the measured runs, the first left out where there are more."""
         return max(self._peaks[1:] or self._peaks, default=None)
-
-    def fits_unmodified(self, spec) -> bool:
-        """Whether the unmodified step keeps the budget on a smaller batch.
-
-        Args:
-            spec: The batch, as (nested) tf.TensorSpec with fewer rows than the planned one has.
-        """
-        profiled, most_bytes = self._profiled, self.budget_bytes / _SIDE_BY_SIDE
-        if profiled.plain_peak_bytes() <= most_bytes:
-            return True
-        return profiled.unmodified().plain_peak_at(spec) <= most_bytes
 
     def report(self) -> Report:
         """What was promised and what was measured."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from checkmate_tf.errors import NoScheduleFound
+from checkmate_tf.lowering.turns import turns
 from checkmate_tf.pipeline import PlannedStep
 
 
@@ -55,7 +56,8 @@ def stubbed(soon, later, *, confirmed=lambda _: None):
         planner=planner,
         settings=SimpleNamespace(time_limit_s=60.0),
         traced=SimpleNamespace(function=SimpleNamespace(captured_inputs=(), structured_outputs=())),
-        ready_to_run=lambda: None,
+        device="CPU:0",
+        ready_to_run=turns("CPU:0").moved,
         phase=lambda _: contextlib.nullcontext(),
         build=lambda candidate: ("function of", candidate),
         divide=lambda _: [],

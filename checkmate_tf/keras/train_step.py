@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Hashable
 
@@ -221,9 +222,8 @@ class PlannedTraining:
 
     def _planned(self, data) -> PlannedStep | None:
         """A planned step for the signature of `data`, or None where the step runs unmodified."""
-        reason = self._reason_not_to_plan(data)
-        if reason is not None:
-            self._note(f"a step runs unplanned: {reason}")
+        if not batch.is_dense(data):
+            self._note("a step runs unplanned: ragged and sparse batches are not planned.")
             return None
         return self.profiled(data).planned()
 
@@ -232,7 +232,7 @@ class PlannedTraining:
         if not _is_overridden(self._model, "train_step"):  # which may train other models than this one
             self._build(data)
             _check_trainable(self._model)
-        return ProfiledStep(self._step, batch.spec_of(data), self._settings)
+        return ProfiledStep(self._step, batch.spec_of(data), self._settings_for(data))
 
     def _build(self, data) -> None:
         """Makes the variables that are still to be made: a trace that fails would leave its own without values."""
@@ -248,18 +248,14 @@ class PlannedTraining:
         """The unmodified step, as Keras runs it."""
         return self._model.distribute_strategy.run(self._model.train_step, args=(data,))
 
-    def _reason_not_to_plan(self, data) -> str | None:
-        if not batch.is_dense(data):
-            return "ragged and sparse batches are not planned."
-        return self._fits_unmodified(data)
-
-    def _fits_unmodified(self, data) -> str | None:
-        """A smaller last batch runs unmodified when the unmodified step fits the budget at its size."""
-        for key, step in self._steps.items():
-            smaller = step is not None and batch.is_part_of(data, self._specs[key])
-            if smaller and step.fits_unmodified(batch.spec_of(data)):
-                return f"batches of {batch.rows(data)} fit the budget as they are."
-        return None
+    def _settings_for(self, data) -> Settings:
+        """A part of a batch that is planned already gets what the whole one has."""
+        budgets = [
+            step.budget_bytes
+            for key, step in self._steps.items()
+            if step is not None and batch.is_part_of(data, self._specs[key])
+        ]
+        return dataclasses.replace(self._settings, budget=max(budgets)) if budgets else self._settings
 
     def _note(self, text: str) -> None:
         if text not in self._notes:

@@ -13,9 +13,8 @@ from tight import train_tightly
 
 import checkmate_tf
 from checkmate_tf.keras import batch
-from checkmate_tf.keras.train_step import on_profiled, planned_training
+from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.lowering import device as devices
-from checkmate_tf.pipeline import ProfiledStep, Settings
 
 
 @pytest.fixture(scope="module")
@@ -126,33 +125,34 @@ def test_steps_per_execution(alike, steps, ends):
     assert [batch for batch, _ in seen] == 4 * ends
 
 
-def test_smaller_last_batch_runs_unmodified_when_it_fits(alike, twins):
-    alike(lambda model: model.fit(*images(2 * BATCH + 3), batch_size=BATCH, verbose=0))
-    assert any("batches of 3 fit" in note for note in checkmate_tf.report(twins[1]).notes)
-
-
-def test_smaller_last_batch_is_planned_when_it_does_not_fit(alike, twins):
+def test_smaller_last_batch_has_the_budget_of_a_whole_one(alike, twins):
     before = planned_steps(twins[1])
-    alike(lambda model: model.fit(*images(2 * BATCH - 1), batch_size=BATCH, verbose=0))
+    alike(lambda model: model.fit(*images(2 * BATCH + 3), batch_size=BATCH, verbose=0))
     assert planned_steps(twins[1]) == before + 1
+    *_, whole, part = planned_training(twins[1])._steps.values()
+    assert part.budget_bytes == whole.budget_bytes
+    assert not part.candidate.plan.recomputed(), "everything can be kept of three rows"
 
 
-def test_weights_do_not_shrink_with_the_batch(options):
+def test_whole_and_smaller_batches_take_turns_within_the_budget(options):
     set_precision("float32", "float32")
-    model = compiled(
-        keras.Sequential([keras.Input((288,)), *[layers.Dense(288) for _ in range(3)], layers.Dense(5)]),
-        keras.optimizers.SGD(momentum=0.9),
-    )
-    settings = Settings(1.0, cache_dir=options["cache_dir"])
-
-    def spec(rows):
-        return tf.TensorSpec((rows, 288), "float32"), tf.TensorSpec((rows,), "int64")
-
-    predicted = on_profiled(model, settings, spec(128), lambda step: step.plain_peak_at(spec(16)))
-    expected = on_profiled(model, settings, spec(16), ProfiledStep.plain_peak_bytes)
-    assert 0.99 * expected <= predicted <= 1.05 * expected
-    whole = on_profiled(model, settings, spec(128), ProfiledStep.plain_peak_bytes)
-    assert predicted > 2 * whole * 16 / 128
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((64, 64, 3))
+    x = layers.Conv2D(32, 3, padding="same")(inputs)
+    for _ in range(5):
+        y = layers.Conv2D(32, 3, padding="same", activation="gelu")(x)
+        x = layers.Add()([x, layers.LayerNormalization()(y)])
+    x = layers.Dense(700, activation="relu")(layers.Flatten()(layers.AveragePooling2D(8)(x)))
+    model = compiled(keras.Model(inputs, layers.Dense(5)(x)), keras.optimizers.Adam())
+    checkmate_tf.compile(model, 0.4, **options)
+    rng = np.random.default_rng(0)
+    arrays = rng.standard_normal((40, 64, 64, 3), dtype=np.float32), rng.integers(0, 5, 40)
+    model.fit(*arrays, batch_size=16, epochs=3, verbose=0)
+    whole, part = planned_training(model)._steps.values()
+    for step in (whole, part):
+        assert len(step._peaks) in (3, 6), "no step was planned again"
+        assert max(step._peaks) <= step.budget_bytes
+    assert max(whole._peaks) <= whole.candidate.peak_bytes
 
 
 def planned_steps(model):

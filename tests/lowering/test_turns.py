@@ -1,0 +1,46 @@
+"""Steps that share a device's memory take turns with what divides it."""
+
+from __future__ import annotations
+
+from checkmate_tf.lowering.turns import Turns, turns
+
+
+class Step:
+    def __init__(self):
+        self.given_up = 0
+
+    def give_up(self):
+        self.given_up += 1
+
+
+def test_a_step_gives_up_what_divides_memory_when_another_takes_its_turn():
+    shared, first, second = Turns(), Step(), Step()
+    shared.take(first)
+    shared.take(first)
+    assert first.given_up == 0
+    shared.take(second)
+    assert (first.given_up, second.given_up) == (1, 0)
+    assert shared.is_of(second)
+    assert not shared.is_of(first)
+    assert shared.moves == 0
+
+
+def test_it_is_nobodys_turn_once_variables_have_moved():
+    shared, step = Turns(), Step()
+    shared.take(step)
+    shared.moved()
+    assert (shared.moves, step.given_up) == (1, 1)
+    assert not shared.is_of(step)
+
+
+def test_a_step_that_is_gone_is_not_asked():
+    shared = Turns()
+    shared.take(Step())
+    other = Step()
+    shared.take(other)
+    assert shared.is_of(other)
+
+
+def test_a_device_has_turns_of_its_own():
+    assert turns("CPU:0") is turns("CPU:0")
+    assert turns("CPU:0") is not turns("GPU:7")
