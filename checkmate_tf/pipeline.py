@@ -392,10 +392,9 @@ class PlannedStep:
         """
         if self._turns.is_of(self) and self._confirmed_at == self._turns.moves:
             return batch and batch.pop()
-        if self._confirmed_at is None:
-            self._profiled.ready_to_run()
         self._turns.take(self)
         if self._confirmed_at is None:
+            self._profiled.ready_to_run()
             self._seats.take()
             data = batch and seat(batch, self._profiled.device)
             self._seats.take_for_scalars()

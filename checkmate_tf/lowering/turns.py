@@ -30,7 +30,7 @@ class Turns:
         self._taker = _nobody
 
     def moved(self) -> None:
-        """Variables lie elsewhere from now on; until somebody takes a turn, memory is undivided."""
+        """Variables lie elsewhere from now on, and memory is no longer divided."""
         self.moves += 1
         self._give_up()
 
@@ -48,7 +48,6 @@ class Turns:
         other = self._taker()
         if other is not None:
             other.give_up()
-        self._taker = _nobody
 
 
 def _nobody() -> None:

@@ -25,12 +25,11 @@ def test_a_step_gives_up_what_divides_memory_when_another_takes_its_turn():
     assert shared.moves == 0
 
 
-def test_it_is_nobodys_turn_once_variables_have_moved():
+def test_a_step_gives_up_what_divides_memory_once_variables_have_moved():
     shared, step = Turns(), Step()
     shared.take(step)
     shared.moved()
     assert (shared.moves, step.given_up) == (1, 1)
-    assert not shared.is_of(step)
 
 
 def test_a_step_that_is_gone_is_not_asked():
