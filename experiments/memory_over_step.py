@@ -93,11 +93,12 @@ def tightest(profiled, budgets_bytes: list[int]):
         NoScheduleFound: There is a plan for none.
     """
     from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
+    from checkmate_tf.planned_step import PlannedStep
 
     for budget_bytes in budgets_bytes:
         profiled.settings = dataclasses.replace(profiled.settings, budget=budget_bytes)
         try:
-            step = profiled.planned()
+            step = PlannedStep.of(profiled)
             step.confirm()
             return step
         except (InfeasibleBudget, NoScheduleFound) as error:

@@ -10,7 +10,7 @@ import pytest
 
 from checkmate_tf.errors import NoScheduleFound
 from checkmate_tf.lowering.turns import turns
-from checkmate_tf.pipeline import PlannedStep
+from checkmate_tf.planned_step import PlannedStep
 
 
 def plan(seconds: float) -> SimpleNamespace:

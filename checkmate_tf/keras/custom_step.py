@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from checkmate_tf.errors import CheckmateError, ModelError
 from checkmate_tf.keras import batch
-from checkmate_tf.pipeline import PlannedStep, ProfiledStep, Settings
+from checkmate_tf.pipeline import ProfiledStep, Settings
+from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.reporting import Report
 
 _log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class PlannedFunction:
 
     def _plan(self, arguments: tuple, settings: Settings) -> PlannedStep:
         try:
-            return ProfiledStep(self._flat, batch.spec_of(arguments), settings).planned()
+            return PlannedStep.of(ProfiledStep(self._flat, batch.spec_of(arguments), settings))
         except CheckmateError:
             raise
         except (AttributeError, LookupError, TypeError, ValueError, tf.errors.OpError) as error:

@@ -19,7 +19,8 @@ from checkmate_tf.core.simulate import simulate, working_set_bytes
 from checkmate_tf.errors import ModelError, NoScheduleFound
 from checkmate_tf.keras import batch, fingerprint
 from checkmate_tf.keras.train_step import PlannedTraining, checked_training
-from checkmate_tf.pipeline import PlannedStep, ProfiledStep, Settings
+from checkmate_tf.pipeline import ProfiledStep, Settings
+from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.joint import NONE
 from checkmate_tf.planning.planner import Planner

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from checkmate_tf.errors import CheckmateError, ModelError
 from checkmate_tf.keras import batch
-from checkmate_tf.pipeline import PlannedStep, ProfiledStep, Settings
+from checkmate_tf.pipeline import ProfiledStep, Settings
+from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.reporting import Report
 
 _log = logging.getLogger(__name__)
@@ -225,7 +226,7 @@ class PlannedTraining:
         if not batch.is_dense(data):
             self._note("a step runs unplanned: ragged and sparse batches are not planned.")
             return None
-        return self.profiled(data).planned()
+        return PlannedStep.of(self.profiled(data))
 
     def profiled(self, data) -> ProfiledStep:
         """The traced and measured step for the signature of a batch."""

@@ -23,7 +23,8 @@ import tensorflow as tf
 import checkmate_tf
 from checkmate_tf.errors import CheckmateError, InfeasibleBudget
 from checkmate_tf.keras import train_step
-from checkmate_tf.pipeline import PlannedStep, ProfiledStep
+from checkmate_tf.pipeline import ProfiledStep
+from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.planning import partition, planner
 
 DEVICE = "CPU:0"
