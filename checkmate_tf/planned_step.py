@@ -27,11 +27,12 @@ class PlannedStep:
     the variables lie decides how the allocator rounds. Should a later run take more than the budget,
     because something has moved since, the step is planned again with that much less; where the plan forks,
     which leaves the order of its allocations open, without forks first. Where steps take turns on a device, each is
-    confirmed once more after another one was planned.
+    confirmed again at its first turns, and at as many after another one was planned: until all have found their places.
     """
 
     _MEASURED_RUNS = 6
     _MOST_REPLANS = 3
+    _TURNS_TO_SETTLE = 3
     _REPLAN_LIMIT_S = 10.0
     _AS_FAST = 1.02  # times the seconds of the plan that is replaced: one found soon that takes no more will do
 
@@ -44,6 +45,7 @@ class PlannedStep:
         self._structure = profiled.traced.function.structured_outputs
         self._turns = turns(profiled.device)
         self._confirmed_at: int | None = None  # moves of the variables
+        self._turns_to_confirm = 0
         self._most_bytes = budget_bytes
         self._may_fork = True
         self._replans = 0
@@ -108,6 +110,8 @@ class PlannedStep:
         if self._turns.is_of(self) and self._confirmed_at == self._turns.moves:
             return batch and batch.pop()
         self._turns.take(self)
+        if self._confirmed_at != self._turns.moves:
+            self._turns_to_confirm = self._TURNS_TO_SETTLE
         if self._confirmed_at is None:
             self._profiled.ready_to_run()
             self._seats.take()
@@ -116,8 +120,9 @@ class PlannedStep:
             self._take_plan_for_now(must_keep_budget=not self._replans)
         else:
             data = batch and batch.pop()
-            if self._confirmed_at != self._turns.moves:
+            if self._turns_to_confirm:
                 self._take_plan_for_now(must_keep_budget=False)
+        self._turns_to_confirm = max(0, self._turns_to_confirm - 1)
         self._dividers = self._profiled.divide(self.candidate.partition)
         self._confirmed_at = self._turns.moves
         return data

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import assert_same_logs, assert_same_state, set_precision, state, values_of
-from keras import layers
 from keras_models import BATCH, compiled, images, sequential
 from tight import train_tightly
 
@@ -132,28 +131,6 @@ def test_smaller_last_batch_has_the_budget_of_a_whole_one(alike, twins):
     *_, whole, part = planned_training(twins[1])._steps.values()
     assert part.budget_bytes == whole.budget_bytes
     assert not part.candidate.plan.recomputed(), "everything can be kept of three rows"
-
-
-def test_whole_and_smaller_batches_take_turns_within_the_budget(options):
-    set_precision("float32", "float32")
-    keras.utils.set_random_seed(1)
-    inputs = keras.Input((64, 64, 3))
-    x = layers.Conv2D(32, 3, padding="same")(inputs)
-    for _ in range(5):
-        y = layers.Conv2D(32, 3, padding="same", activation="gelu")(x)
-        x = layers.Add()([x, layers.LayerNormalization()(y)])
-    x = layers.Dense(700, activation="relu")(layers.Flatten()(layers.AveragePooling2D(8)(x)))
-    model = compiled(keras.Model(inputs, layers.Dense(5)(x)), keras.optimizers.Adam())
-    checkmate_tf.compile(model, 0.4, **options)
-    rng = np.random.default_rng(0)
-    arrays = rng.standard_normal((40, 64, 64, 3), dtype=np.float32), rng.integers(0, 5, 40)
-    model.fit(*arrays, batch_size=16, epochs=3, verbose=0)
-    whole, part = planned_training(model)._steps.values()
-    for step in (whole, part):
-        assert len(step._peaks) in (3, 6), "no step was planned again"
-        assert max(step._peaks) <= step.budget_bytes
-    since_part_was_planned = whole._peaks[2:]
-    assert max(since_part_was_planned) <= whole.candidate.peak_bytes
 
 
 def planned_steps(model):

@@ -8,10 +8,14 @@ import pathlib
 import subprocess
 import sys
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import assert_same_state
+from conftest import assert_same_state, set_precision
+from keras import layers
 from keras_models import BATCH, compiled, images, sequential
+from tight import train_tightly
 
 import checkmate_tf
 from checkmate_tf.errors import NoScheduleFound
@@ -28,7 +32,7 @@ def test_a_plan_that_no_longer_keeps_its_budget_is_not_run(options, monkeypatch)
     plain.set_weights(model.get_weights())
     x, y = images(BATCH)
     spec = tf.TensorSpec(x.shape, tf.float64), tf.TensorSpec(y.shape, tf.int64)
-    checkmate_tf.compile(model, 0.7, input_spec=spec, **options)
+    checkmate_tf.compile(model, 0.9, input_spec=spec, **options)
     monkeypatch.setattr(Planner, "confirmed", lambda *_: None)
     with pytest.raises(NoScheduleFound, match="Smallest budget found"):
         model.train_on_batch(x, y)
@@ -89,3 +93,30 @@ def test_a_step_above_its_budget_is_planned_again_with_that_much_less(options, m
     for _ in range(3):
         plain.train_on_batch(x, y)
     assert_same_state(plain, model)
+
+
+def test_whole_and_smaller_batches_take_turns_within_the_budget(options, monkeypatch):
+    monkeypatch.setattr(Planner, "forked", lambda _, candidate, *__: candidate)  # forks leave an order open
+    set_precision("float32", "float32")
+    rng = np.random.default_rng(0)
+    arrays = rng.standard_normal((40, 64, 64, 3), dtype=np.float32), rng.integers(0, 5, 40)
+
+    def build():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((64, 64, 3))
+        x = layers.Conv2D(32, 3, padding="same")(inputs)
+        for _ in range(5):
+            y = layers.Conv2D(32, 3, padding="same", activation="gelu")(x)
+            x = layers.Add()([x, layers.LayerNormalization()(y)])
+        x = layers.Dense(700, activation="relu")(layers.Flatten()(layers.AveragePooling2D(8)(x)))
+        return compiled(keras.Model(inputs, layers.Dense(5)(x)), keras.optimizers.Adam())
+
+    def train(model):
+        model.fit(*arrays, batch_size=16, epochs=4, verbose=0)
+
+    model, _ = train_tightly(build, train, 0.5, **options)
+    whole, part = planned_training(model)._steps.values()
+    assert len(part._peaks) == 4, "it was not planned again"
+    for step in (whole, part):
+        assert max(step._peaks) <= step.budget_bytes
+        assert max(step._peaks[-2:]) <= step.candidate.peak_bytes
