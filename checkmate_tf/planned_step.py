@@ -96,7 +96,7 @@ class PlannedStep:
         return self._pack(results)
 
     def confirm(self, batch: list | None = None):
-        """Before the first run, and after one that took too much, takes a plan that keeps the budget from now on.
+        """Takes a plan that keeps the budget from now on: at the first turns, and after a run that took too much.
 
         Args:
             batch: A list with the batch in hand, if it can be moved to where later batches will be.
