@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
+import math
 import os
 import statistics
 import time
@@ -27,7 +29,8 @@ _log = logging.getLogger(__name__)
 _SMALL_BYTES = 1 << 14  # ops that touch nothing larger are given _SMALL_OP_S unmeasured, without workspace,
 _SCRATCH_KINDS = ("Conv", "Pool")  # but for those with this in their type, which take MiB of it for the smallest tensor
 _SMALL_OP_S = 2e-6
-_REPEATS = 2
+_LOOKS = 3  # at each op, with all others in between: what else runs on the machine comes and goes
+_REPEATS = 2  # at the first look
 _TARGET_S = 0.02  # measure short ops until this much time is spent, or _MOST_REPEATS
 _MOST_REPEATS = 15
 _BLOCK_MARGIN_BYTES = 256 << 20
@@ -72,7 +75,7 @@ def profile(
         step: The step.
         device: Device that holds the model ("CPU:0", "GPU:0").
         cache_dir: Folder of the cache. A cache that cannot be read or written is ignored.
-        on_progress: Called with (ops done, ops to do).
+        on_progress: Called with (looks taken, looks to take), several at each op.
     """
     graph = step.op_graph
     cache = ProfileCache(cache_dir, device)
@@ -84,17 +87,27 @@ def profile(
     example = {key: name for name, key in reversed(keys.items())}
     cache.drop([key for key in distinct if key in cache.ops and not _is_possible(step, example[key], cache.ops[key])])
     to_measure = [key for key in distinct if key not in cache.ops]
-    failed: set[str] = set()
+    alone: dict[str, _Alone] = {}
+
+    def tell(done: int) -> None:
+        if on_progress is not None:
+            on_progress(done, _LOOKS * len(to_measure))
+
     largest = max((_touched_by(step, example[key]) for key in to_measure), default=0)
     with exact_chunks(device, 3 * largest + _BLOCK_MARGIN_BYTES), tf.device(device):
         for k, key in enumerate(to_measure):
-            if on_progress is not None:
-                on_progress(k, len(to_measure))
+            tell(k)
             try:
-                cache.ops[key] = _measure(step, nodes, example[key], device)
+                alone[key] = _Alone(step, nodes, example[key], device)
+                cache.ops[key] = alone[key].measure()
             except tf.errors.OpError as error:
                 _log.debug("cannot profile %s: %s", example[key], error)
-                failed.add(key)
+                alone.pop(key, None)
+        for look in range(1, _LOOKS):
+            for k, (key, op) in enumerate(alone.items()):
+                tell(look * len(to_measure) + k)
+                with contextlib.suppress(tf.errors.OpError):  # what the first look saw holds
+                    cache.ops[key] = op.look_again(cache.ops[key])
         loops = measure_loops(step, device)
     if to_measure:
         cache.write()
@@ -109,7 +122,7 @@ def profile(
         op_graph,
         costs,
         len(distinct),
-        len(to_measure) - len(failed),
+        len(alone),
         tuple(graph.names[op] for op in unmeasured),
         tuple(name for name in step.unsized if name not in sized),
         int(graph.owned_bytes.max(initial=0)) if loops else 0,
@@ -165,40 +178,82 @@ def _signature(step: ExtractedStep, nodes: dict, name: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def _measure(step: ExtractedStep, nodes: dict, name: str, device: str) -> OpProfile:
-    """Runs one op alone, with inputs that live on and with inputs that die at it.
+class _Alone:
+    """One op that runs alone on stand-ins, and the least time that it was seen to take."""
 
-    Raises:
-        tf.errors.OpError: The op cannot run alone, or has not made what it makes in the step.
-    """
-    operation = step.graph.get_operation_by_name(name)
-    known = {k: v for k, t in enumerate(operation.inputs) if (v := known_value(t)) is not None}
-    arguments = {k: stand_in(t) for k, t in enumerate(operation.inputs) if k not in known}
-    pooling_s = pooling_bytes = 0
-    if operation.type == BEHIND_POOLING:
-        del arguments[1]  # the pooled values are made
-        pool = pooling_of(nodes[operation.name], operation)
-        pooling_s, pooling_bytes, _ = _run(lambda: call_unoptimized(pool, [arguments[0]]), device)
-    run = single_op(nodes[operation.name], operation, known)
-    _check_shapes(call_unoptimized(run, list(arguments.values())), operation)
-    time_s, extra, busy = _run(lambda: call_unoptimized(run, list(arguments.values())), device)
-    time_s = max(_SMALL_OP_S, time_s - pooling_s)
-    extra -= pooling_bytes
-    out = [nbytes(t) for t in operation.outputs]
-    uncounted = uncounted_below_bytes(device)
-    seen = out[0] >= max(uncounted, _SMALL_BYTES)
-    same_size = [k for k in arguments if seen and nbytes(operation.inputs[k]) == out[0]]
-    if len(out) == 1 and same_size and extra < out[0] // 2:
-        return OpProfile(time_s, 0, alias=same_size[0], busy=busy)
-    takeover = []
-    for k in same_size:
-        others = [value for j, value in arguments.items() if j != k]
-        run = single_op(nodes[operation.name], operation, known, fresh=k)
-        peak = _peak_bytes(lambda f=run, a=others: call_unoptimized(f, a), device) - pooling_bytes
-        if peak < extra + out[0] // 2:
-            takeover.append(k)
-    counted = sum(size for size in out if size >= uncounted)
-    return OpProfile(time_s, max(0, extra - counted), tuple(takeover), busy=busy)
+    def __init__(self, step: ExtractedStep, nodes: dict, name: str, device: str):
+        self._operation = step.graph.get_operation_by_name(name)
+        self._node = nodes[self._operation.name]
+        self._device = device
+        inputs = self._operation.inputs
+        self._known = {k: v for k, t in enumerate(inputs) if (v := known_value(t)) is not None}
+        self._run = single_op(self._node, self._operation, self._known)
+        behind_pooling = self._operation.type == BEHIND_POOLING
+        self._pool = pooling_of(self._node, self._operation) if behind_pooling else None
+        self._seconds = self._pooling_s = math.inf
+        self._busy = 1.0
+
+    def measure(self) -> OpProfile:
+        """Runs the op with inputs that live on and with inputs that die at it.
+
+        Raises:
+            tf.errors.OpError: The op cannot run alone, or has not made what it makes in the step.
+        """
+        operation, arguments = self._operation, self._arguments()
+        _check_shapes(self._run_on(arguments), operation)
+        pooling_bytes = self._peak_bytes(lambda: call_unoptimized(self._pool, [arguments[0]])) if self._pool else 0
+        extra = self._peak_bytes(lambda: self._run_on(arguments)) - pooling_bytes
+        self._take_time(arguments, _REPEATS)
+        out = [nbytes(t) for t in operation.outputs]
+        uncounted = uncounted_below_bytes(self._device)
+        seen = out[0] >= max(uncounted, _SMALL_BYTES)
+        same_size = [k for k in arguments if seen and nbytes(operation.inputs[k]) == out[0]]
+        if len(out) == 1 and same_size and extra < out[0] // 2:
+            return self._with_time(OpProfile(0.0, 0, alias=same_size[0]))
+        takeover = []
+        for k in same_size:
+            others = [value for j, value in arguments.items() if j != k]
+            run = single_op(self._node, operation, self._known, fresh=k)
+            peak = self._peak_bytes(lambda f=run, a=others: call_unoptimized(f, a)) - pooling_bytes
+            if peak < extra + out[0] // 2:
+                takeover.append(k)
+        counted = sum(size for size in out if size >= uncounted)
+        return self._with_time(OpProfile(0.0, max(0, extra - counted), tuple(takeover)))
+
+    def look_again(self, seen: OpProfile) -> OpProfile:
+        """What was seen, with the least time of all runs so far and some more."""
+        self._take_time(self._arguments(), 1)
+        return self._with_time(seen)
+
+    def _arguments(self) -> dict[int, tf.Tensor]:
+        """Stand-ins by position."""
+        arguments = {k: stand_in(t) for k, t in enumerate(self._operation.inputs) if k not in self._known}
+        if self._pool:
+            del arguments[1]  # the pooled values are made
+        return arguments
+
+    def _run_on(self, arguments: dict[int, tf.Tensor]) -> list[tf.Tensor]:
+        return call_unoptimized(self._run, list(arguments.values()))
+
+    def _peak_bytes(self, run: Callable) -> int:
+        """Bytes at the peak of one run, above those in use before it."""
+        before = tf.config.experimental.get_memory_info(self._device)["current"]
+        tf.config.experimental.reset_memory_stats(self._device)
+        result = run()
+        del result
+        return tf.config.experimental.get_memory_info(self._device)["peak"] - before
+
+    def _take_time(self, arguments: dict[int, tf.Tensor], repeats: int) -> None:
+        if self._pool:
+            pooling_s, _ = _time(lambda: call_unoptimized(self._pool, [arguments[0]]), self._device, repeats)
+            self._pooling_s = min(self._pooling_s, pooling_s)
+        seconds, busy = _time(lambda: self._run_on(arguments), self._device, repeats)
+        if seconds < self._seconds:
+            self._seconds, self._busy = seconds, busy
+
+    def _with_time(self, seen: OpProfile) -> OpProfile:
+        pooling_s = self._pooling_s if self._pool else 0.0
+        return dataclasses.replace(seen, time_s=max(_SMALL_OP_S, self._seconds - pooling_s), busy=self._busy)
 
 
 def _check_shapes(results: list[tf.Tensor], operation: tf.Operation) -> None:
@@ -207,35 +262,29 @@ def _check_shapes(results: list[tf.Tensor], operation: tf.Operation) -> None:
             raise tf.errors.InvalidArgumentError(None, operation, f"made {result.shape}, not {tensor.shape}")
 
 
-def _run(run: Callable, device: str) -> tuple[float, int, float]:
+def _time(run: Callable, device: str, repeats: int) -> tuple[float, float]:
     """What several runs take.
 
+    Args:
+        run: What to run.
+        device: On which.
+        repeats: How often at least; short runs are repeated more often.
+
     Returns:
-        Least seconds of a run; bytes at the peak of the first above those in use before it; share of the device that
-        the others kept busy. One other than a CPU runs a step's ops one at a time: it counts as all busy.
+        Least seconds of a run; share of the device that they kept busy. One other than a CPU runs a step's ops one at a
+        time: it counts as all busy.
     """
-    start = time.perf_counter()
-    peak = _peak_bytes(run, device)
     wait(device)
-    seconds = [time.perf_counter() - start]
+    seconds: list[float] = []
     before_s = time.process_time()
-    while (sum(seconds) < _TARGET_S and len(seconds) < _MOST_REPEATS) or len(seconds) < _REPEATS:
+    while len(seconds) < repeats or (sum(seconds) < _TARGET_S and len(seconds) < _MOST_REPEATS):
         start = time.perf_counter()
         result = run()
         wait(device)
         seconds.append(time.perf_counter() - start)
         del result
-    busy = (time.process_time() - before_s) / (sum(seconds[1:]) * threads()) if "CPU" in device.upper() else 1.0
-    return min(seconds), peak, min(1.0, busy)
-
-
-def _peak_bytes(run: Callable, device: str) -> int:
-    """Bytes at the peak of one run, above those in use before it."""
-    before = tf.config.experimental.get_memory_info(device)["current"]
-    tf.config.experimental.reset_memory_stats(device)
-    result = run()
-    del result
-    return tf.config.experimental.get_memory_info(device)["peak"] - before
+    busy = (time.process_time() - before_s) / (sum(seconds) * threads()) if "CPU" in device.upper() else 1.0
+    return min(seconds), min(1.0, busy)
 
 
 def _apply(graph: OpGraph, profiles: dict[int, OpProfile], unmeasured: list[int]) -> tuple[OpGraph, Costs]:

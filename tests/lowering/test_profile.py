@@ -3,14 +3,17 @@
 import json
 import multiprocessing
 import os
+import time
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from checkmate_tf._files import read_sealed, write_sealed
+from checkmate_tf.lowering import profile as profile_module
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.profile import profile
+from checkmate_tf.lowering.rebuild import call_unoptimized
 from checkmate_tf.lowering.trace import trace
 
 SHAPE = (512, 1024)  # 2 MiB: large enough for every allocator to count
@@ -148,8 +151,27 @@ def test_progress_is_told():
     seen = []
     step = extracted(lambda x: tf.sin(tf.cumsum(x)), SHAPE)
     profile(step, DEVICE, on_progress=lambda done, todo: seen.append((done, todo)))
-    assert seen[0] == (0, 2)
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[0] == (0, 6)  # two ops, three looks at each
+    assert [done for done, _ in seen] == list(range(6))
+
+
+def test_what_slows_one_look_down_is_not_taken_for_the_ops_time(monkeypatch):
+    disturbed = True
+
+    def call(*args, **kwargs):
+        if disturbed:
+            time.sleep(0.1)
+        return call_unoptimized(*args, **kwargs)
+
+    def tell(done, todo):
+        nonlocal disturbed
+        disturbed = 3 * done < todo
+
+    monkeypatch.setattr(profile_module, "call_unoptimized", call)
+    step = extracted(lambda x: tf.sin(tf.cumsum(x)), SHAPE)
+    assert profile(step, DEVICE, on_progress=tell).costs.time_s.max() < 0.1
+    monkeypatch.setattr(profile_module, "_LOOKS", 1)
+    assert profile(step, DEVICE, on_progress=tell).costs.time_s.max() > 0.1
 
 
 @pytest.fixture(scope="module")
