@@ -21,14 +21,14 @@ from checkmate_tf.lowering import dividers
 from checkmate_tf.lowering.again import KEPT_STATISTICS
 from checkmate_tf.lowering.arena import gather, make_room
 from checkmate_tf.lowering.extract import extract
-from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, RULES
+from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, LAST_RESORT, RULES
 from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.rebuild import rebuild
 from checkmate_tf.lowering.seats import Seats
 from checkmate_tf.lowering.trace import TracedStep, trace
 from checkmate_tf.lowering.turns import turns
 from checkmate_tf.planning.candidate import Candidate
-from checkmate_tf.planning.joint import JointPlanner, Site
+from checkmate_tf.planning.joint import NONE, OWN, JointPlanner, Site
 from checkmate_tf.planning.partition import STATES
 from checkmate_tf.planning.planner import Planner
 from checkmate_tf.planning.replay import replay
@@ -40,6 +40,7 @@ _CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops;
 _LARGE_CONSTANT_BYTES = 1 << 10  # smaller ones find room in holes that no tensor fits
 _MORE_SCALARS, _LEAST_SCALARS = 1.25, 16  # times those that the unmodified step has at once: a plan may have more
 _SEATS = 0.005  # of the tensors of the step that recomputes nothing: what the blocks between seats may take, twice
+_OWN_OPS = "the model's own ops need less here than their equivalents: none of these is taken."
 _BUILD_BYTES = 32 << 10  # what is made between planning and the first run: the function's own tensors
 
 
@@ -67,19 +68,19 @@ class ProfiledStep:
         step: Python training step of one argument.
         spec: The argument as (nested) tf.TensorSpec with static shapes.
         settings: What the user asked for.
-        chosen: Names of the ops at which alternatives are taken.
+        chosen: Names of the ops at which alternatives are taken, or `OWN`: the model's own ops everywhere.
     """
 
-    def __init__(self, step: Callable, spec, settings: Settings, chosen: frozenset[str] = frozenset()):
+    def __init__(self, step: Callable, spec, settings: Settings, chosen: frozenset[str] | None = NONE):
         self.settings = settings
         self._step = step
         self._spec = spec
         self.chosen = chosen
         self._plain_peak_bytes: int | None = None
-        self._forms = {chosen: self}
+        self._forms: dict[frozenset[str] | None, ProfiledStep] = {chosen: self}
         self.phases_s: dict[str, float] = {}
         with self.phase("trace"):
-            self.traced: TracedStep = self._trace(spec, chosen)
+            self.traced: TracedStep = self._trace(spec)
             extracted = extract(self.traced)
         if not any(t.startswith("Assign") or t.startswith("ResourceApply") for t in extracted.op_graph.types):
             raise ModelError("the training step updates no variable; there is nothing to plan.")
@@ -107,7 +108,7 @@ class ProfiledStep:
         for_loops = devices.counted_bytes(self.device, [self.profile.rounding_bytes])
         self._beside_bytes += for_loops
         self.reserve_bytes += for_loops
-        self.notes = _notes(self.profile.unsized)
+        self.notes = (*_notes(self.profile.unsized), *((_OWN_OPS,) if chosen is OWN else ()))
         gc.collect()
         self.base_bytes = devices.in_use_bytes(self.device)
         self.planner = self.planner_for(
@@ -201,11 +202,13 @@ class ProfiledStep:
 
     def op_graph_at(self, spec) -> OpGraph:
         """The step traced for another argument, without measured storage."""
-        return extract(self._trace(spec, self.chosen)).op_graph
+        return extract(self._trace(spec)).op_graph
 
-    def _trace(self, spec, chosen: frozenset[str]) -> TracedStep:
+    def _trace(self, spec) -> TracedStep:
+        if self.chosen is OWN:
+            return trace(self._step, spec)
         names = self.settings.implementations
-        return trace(self._step, spec, rules=RULES[names], alternatives=ALTERNATIVES[names], chosen=chosen)
+        return trace(self._step, spec, rules=RULES[names], alternatives=ALTERNATIVES[names], chosen=self.chosen)
 
     def make_room(self, nbytes: int) -> int:
         """Makes the allocator own one free block of this size, or what there is room for; returns its size."""
@@ -247,9 +250,11 @@ class ProfiledStep:
 
     def unmodified(self) -> ProfiledStep:
         """The step without equivalents in place of what the model does: this one where there are none."""
-        if not self.traced.fired and not self.traced.again:
-            return self
-        return ProfiledStep(self._step, self._spec, dataclasses.replace(self.settings, implementations="exact"))
+        return self.form(OWN) if self._has_equivalents else self
+
+    @property
+    def _has_equivalents(self) -> bool:
+        return bool(self.traced.fired or self.traced.again)
 
     def joint(self, planner_of: Callable[[ProfiledStep], Planner] | None = None) -> JointPlanner:
         """Plans this step and chooses its alternatives.
@@ -258,11 +263,20 @@ class ProfiledStep:
             planner_of: The planner of one form of this step; by default the one that the form has.
         """
         planner_of = planner_of or (lambda form: form.planner)
-        sites = [Site(fired.rule, fired.where, fired.gradient) for fired in self.traced.offered]
-        return JointPlanner(lambda chosen: planner_of(self.form(chosen)), sites)
+        offered = self.traced.offered
+        sites = [Site(fired.rule, fired.where, fired.gradient) for fired in offered if fired.rule not in LAST_RESORT]
+        return JointPlanner(
+            lambda chosen: planner_of(self.form(chosen)),
+            sites,
+            last_resort=frozenset(fired.where for fired in offered if fired.rule in LAST_RESORT),
+            has_equivalents=self._has_equivalents and self.settings.implementations == "fused",
+        )
 
-    def form(self, chosen: frozenset[str]) -> ProfiledStep:
-        """This step with alternatives at the ops of these names; each form is traced and profiled once."""
+    def form(self, chosen: frozenset[str] | None) -> ProfiledStep:
+        """This step with alternatives at the ops of these names, or that of the model's own ops for `OWN`.
+
+        Each form is traced and profiled once.
+        """
         if chosen not in self._forms:
             form = ProfiledStep(self._step, self._spec, self.settings, chosen)
             form._plain_peak_bytes = self._plain_peak_bytes
@@ -279,7 +293,7 @@ class ProfiledStep:
         """
         again = plan.recomputed()
         reruns = [ChoiceRow(KEPT_STATISTICS, graph.names[op], op in again) for op in sorted(graph.again)]
-        return [ChoiceRow(f.rule, f.where, f.where in self.chosen) for f in self.traced.offered] + reruns
+        return [ChoiceRow(f.rule, f.where, f.where in (self.chosen or ())) for f in self.traced.offered] + reruns
 
     def build(self, candidate: Candidate):
         """The function that runs a plan."""

@@ -12,20 +12,21 @@ from hypothesis import strategies as st
 
 from checkmate_tf.errors import NoScheduleFound
 from checkmate_tf.planning.candidate import Candidate
-from checkmate_tf.planning.joint import NONE, JointPlanner, Site
+from checkmate_tf.planning.joint import NONE, OWN, JointPlanner, Site
 
 SITES = tuple(Site("leaner", f"forward{k}", f"backward{k}") for k in range(3))
 ALL = frozenset(site.where for site in SITES)
 LIMIT_S = 10.0
 
 
-def plan_of(ops, in_use_bytes, *, names=None, time_s=1.0) -> Candidate:
+def plan_of(ops, in_use_bytes, *, names=None, time_s=1.0, once_s=1.0) -> Candidate:
     """A plan that runs ops by name, with so many bytes in use at each step."""
     names = names or tuple(dict.fromkeys(ops))
     graph = SimpleNamespace(names=names)
     memory = SimpleNamespace(in_use_bytes=np.array(in_use_bytes), peak_bytes=max(in_use_bytes))
     plan = SimpleNamespace(ops=np.array([names.index(op) for op in ops]))
-    return Candidate(graph, None, plan, memory, peak_bytes=max(in_use_bytes), time_s=time_s)
+    costs = SimpleNamespace(time_s=np.array([once_s]))
+    return Candidate(graph, costs, plan, memory, peak_bytes=max(in_use_bytes), time_s=time_s)
 
 
 STEP = ("forward0", "forward1", "forward2", "backward2", "backward1", "backward0")
@@ -35,9 +36,9 @@ FULL_AT_THE_TURN = (1, 2, 9, 9, 2, 1)
 class Planner:
     """Stands in for the planner of one choice: knows what its plan costs."""
 
-    def __init__(self, time_s, *, store_all_bytes=100, needed_bytes=10, smallest_bytes=50, in_use=FULL_AT_THE_TURN):
+    def __init__(self, time_s, *, once_s=1.0, store_all_bytes=100, needed_bytes=10, smallest_bytes=50):
         self.time_s, self.needed_bytes, self.smallest_bytes = time_s, needed_bytes, smallest_bytes
-        self.plan = None if time_s is None else plan_of(STEP, in_use, time_s=time_s)
+        self.plan = None if time_s is None else plan_of(STEP, FULL_AT_THE_TURN, time_s=time_s, once_s=once_s)
         self.store_all_bytes = store_all_bytes
         self.limits_s = []
 
@@ -138,6 +139,50 @@ def test_the_smallest_plan_is_sought_with_no_alternative_and_with_all():
         )
         least = JointPlanner(planners, SITES).minimum()
         assert (least.peak_bytes, least.chosen) == (40, chosen)
+
+
+@pytest.mark.parametrize("sites", [SITES, ()])
+def test_the_models_own_ops_are_planned_where_their_equivalents_have_no_plan(sites):
+    planners = Planners({OWN: Planner(5.0)}, time_s=None)
+    found = JointPlanner(planners, sites, has_equivalents=True).find(60, time_limit_s=LIMIT_S)
+    assert (found.chosen, found.time_s) == (OWN, 5.0)
+    assert sum(limits_s(planners)) == pytest.approx(LIMIT_S)
+    assert JointPlanner(Planners({OWN: Planner(5.0)}, time_s=None), sites).find(60, time_limit_s=LIMIT_S) is None
+
+
+def test_the_models_own_ops_are_planned_where_a_plan_of_their_equivalents_is_dear():
+    for once_s, own_s, chosen in ((2.0, 3.5, OWN), (2.0, 4.5, NONE), (3.0, 3.5, NONE)):  # equivalents: 4 s in all
+        planners = Planners({OWN: Planner(own_s)}, once_s=once_s)
+        assert JointPlanner(planners, (), has_equivalents=True).find(60, time_limit_s=LIMIT_S).chosen == chosen
+        assert len(planners[OWN].limits_s) == {(2.0, 3.5): 2, (2.0, 4.5): 1, (3.0, 3.5): 0}[once_s, own_s]
+        assert sum(limits_s(planners)) == pytest.approx(LIMIT_S)
+
+
+def test_the_smallest_plan_may_be_one_of_the_models_own_ops():
+    planners = Planners({OWN: Planner(1.0, smallest_bytes=30, needed_bytes=5)})
+    joint = JointPlanner(planners, SITES, has_equivalents=True)
+    assert (joint.minimum().peak_bytes, joint.minimum().chosen, joint.needed_bytes) == (30, OWN, 5)
+
+
+def test_the_last_resort_is_weighed_with_all_other_alternatives_where_these_leave_no_plan_or_a_dear_one():
+    least = ALL | {"gradient0"}
+    for others_s, once_s, chosen in ((None, 1.0, least), (4.0, 2.0, least), (4.0, 3.0, NONE)):
+        planners = Planners({least: Planner(3.5)}, time_s=others_s, once_s=once_s)
+        found = JointPlanner(planners, SITES, last_resort=frozenset({"gradient0"})).find(60, time_limit_s=LIMIT_S)
+        assert found.chosen == chosen
+        assert len(planners[least].limits_s) == (2 if chosen == least else 0)
+        assert sum(limits_s(planners)) == pytest.approx(LIMIT_S)
+
+
+def test_the_smallest_plan_is_sought_in_the_last_resort_and_among_the_own_ops():
+    least = ALL | {"gradient0"}
+    for smallest, chosen in (((30, 40), least), ((40, 30), OWN)):
+        planners = Planners(
+            {least: Planner(1.0, smallest_bytes=smallest[0]), OWN: Planner(1.0, smallest_bytes=smallest[1])}
+        )
+        joint = JointPlanner(planners, SITES, last_resort=frozenset({"gradient0"}), has_equivalents=True)
+        assert (joint.minimum().peak_bytes, joint.minimum().chosen) == (30, chosen)
+        assert planners.keys() == {least, OWN}
 
 
 def test_what_is_needed_is_the_least_of_both_and_so_is_the_error():

@@ -265,7 +265,7 @@ class _ScaledForms:
     def __init__(self, profiled: ProfiledStep, scaled: Callable[[ProfiledStep], _Scaled]):
         self._profiled = profiled
         self._make = scaled
-        self._forms: dict[frozenset[str], _Scaled] = {}
+        self._forms: dict[frozenset[str] | None, _Scaled] = {}
 
     @property
     def first(self) -> _Scaled:
@@ -286,7 +286,7 @@ class _ScaledForms:
         """Whether what every schedule needs fits, with the alternatives that need least."""
         return any(self._form(chosen).may_fit(size, budget_bytes) for chosen in self._profiled.joint().extremes)
 
-    def _form(self, chosen: frozenset[str]) -> _Scaled:
+    def _form(self, chosen: frozenset[str] | None) -> _Scaled:
         if chosen not in self._forms:
             self._forms[chosen] = self._make(self._profiled.form(chosen))
         return self._forms[chosen]

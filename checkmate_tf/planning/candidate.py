@@ -35,7 +35,7 @@ class Candidate:
         nodes: int64, the nodes of the planning graph in order of execution; None where the plan is of no such graph.
         bound: Least cost in seconds of any schedule whose nodes have that peak, proven; None where that is not known.
         bound_of: The model that it bounds, as in `core.problem.Solution`.
-        chosen: Names of the ops at which the step takes alternatives.
+        chosen: Names of the ops at which the step takes alternatives; None where it is that of the model's own ops.
         history: (seconds, time_s) of each plan that was the cheapest so far in the search that led to this one.
         bounds: (seconds, bound) of each bound of it that was higher than those before, on the clock of `history`.
     """
@@ -52,7 +52,7 @@ class Candidate:
     nodes: np.ndarray | None = None
     bound: float | None = None
     bound_of: str = ""
-    chosen: frozenset[str] = frozenset()
+    chosen: frozenset[str] | None = frozenset()
     history: tuple[tuple[float, float], ...] = ()
     bounds: tuple[tuple[float, float], ...] = ()
 

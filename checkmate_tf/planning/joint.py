@@ -4,6 +4,10 @@ Alternatives are taken op by op, and which of them pay depends on the schedule: 
 is worth its time only where memory is full meanwhile. So schedule and choice are improved in turns: from the plan that
 is found with one choice follows the next.
 
+Equivalents that are always taken, as they are faster, can need more where one op has all at once that several had in
+turn. Where no plan with them is found, or only a dear one, alternatives that are slower than these are weighed, all of
+them together, and so are the model's own ops.
+
 References:
     Shah et al., Memory Optimization for Deep Networks (MONeT), ICLR 2021: one implementation per op, chosen with the
     schedule, there in one integer program (equations 5, 8, 9).
@@ -22,8 +26,10 @@ from checkmate_tf.planning.planner import Planner
 _FIRST_SHARE = 0.4  # of the time limit, to find out which alternatives to take; the rest goes to the best choice
 _MOST_CHOICES = 4
 _FULL = 0.98  # of a plan's peak; where as much is in use, bytes less would make room
+_DEAR = 1.5  # times a step's time without recomputation: a plan that costs more may not be the best way
 
 NONE: frozenset[str] = frozenset()
+OWN = None  # in place of a choice: the model's own ops, without any equivalent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,37 +51,47 @@ class JointPlanner:
     """Plans a step for any budget, and chooses its alternatives.
 
     Args:
-        planner_of: The planner of the step with alternatives at the ops of these names; called once for each choice.
+        planner_of: The planner of the step with alternatives at the ops of these names, or of its own ops where `OWN`
+            is asked for; called once for each choice.
         sites: Where they can be taken.
+        last_resort: Names of the ops at which others can be taken, which need least and take most time.
+        has_equivalents: The step has others than its own ops, so that `OWN` is a choice.
     """
 
-    def __init__(self, planner_of: Callable[[frozenset[str]], Planner], sites: Sequence[Site]):
+    def __init__(
+        self,
+        planner_of: Callable[[frozenset[str] | None], Planner],
+        sites: Sequence[Site],
+        *,
+        last_resort: frozenset[str] = NONE,
+        has_equivalents: bool = False,
+    ):
         self._planner_of = planner_of
-        self._planners: dict[frozenset[str], Planner] = {}
+        self._planners: dict[frozenset[str] | None, Planner] = {}
         self._sites = tuple(sites)
         self._all = frozenset(site.where for site in sites)
+        self._has_last_resort = bool(last_resort)
+        self._resorts = (*([self._all | last_resort] if last_resort else []), *([OWN] if has_equivalents else []))
 
     @property
     def needed_bytes(self) -> int:
-        """A budget below which no plan was found to be possible, with none and with all alternatives: proven."""
-        return min(self._planner(chosen).needed_bytes for chosen in self.extremes)
+        """A budget below which no plan is possible, in none of the extremes: proven."""
+        return min(map(self._needed, self.extremes))
 
     @property
-    def extremes(self) -> tuple[frozenset[str], ...]:
-        """No alternative and all of them, which is the same where there are none."""
-        return tuple(dict.fromkeys((NONE, self._all)))
+    def extremes(self) -> tuple[frozenset[str] | None, ...]:
+        """No alternative and all of them, which is the same where there are none; the last resort, and the own ops."""
+        return tuple(dict.fromkeys((NONE, self._all, *self._resorts)))
 
     def plan(self, budget_bytes: int, *, time_limit_s: float, on_progress: Callable | None = None) -> Candidate:
         """As `find`.
 
         Raises:
-            InfeasibleBudget, NoScheduleFound: As `Planner.plan` does, for the step that needs less: with all
-                alternatives or with none.
+            InfeasibleBudget, NoScheduleFound: As `Planner.plan` does, for the extreme that needs least.
         """
         found = self.find(budget_bytes, time_limit_s=time_limit_s, on_progress=on_progress)
         if found is None:
-            least = min(map(self._planner, self.extremes), key=lambda planner: planner.needed_bytes)
-            raise least.failure(budget_bytes, time_limit_s)
+            raise self._planner(min(self.extremes, key=self._needed)).failure(budget_bytes, time_limit_s)
         return found
 
     def find(
@@ -92,24 +108,28 @@ class JointPlanner:
             on_progress: As for `Planner.plan`.
         """
         how = {"seed": seed, "on_progress": on_progress}
-        if not self._sites or self._planner(NONE).store_all().peak_bytes <= budget_bytes:
+        if len(self.extremes) == 1 or self._planner(NONE).store_all().peak_bytes <= budget_bytes:
             return self._find(NONE, budget_bytes, time_limit_s=time_limit_s, **how)
         limit_s = _FIRST_SHARE * time_limit_s / _MOST_CHOICES
-        found: dict[frozenset[str], Candidate | None] = {}
-        following = list(self.extremes)
+        found: dict[frozenset[str] | None, Candidate | None] = {}
+        following = list(dict.fromkeys((NONE, self._all)))
         while following and len(found) < _MOST_CHOICES:
             chosen = following.pop(0)
             found[chosen] = self._find(chosen, budget_bytes, time_limit_s=limit_s, **how)
             best = cheapest(found.values())
             if not following and best is not None:
                 following = [better for better in [self.chosen_for(best)] if better not in found]
-        chosen = self._all if best is None else best.chosen
+        if best is None or best.overhead > _DEAR:
+            found |= {chosen: self._find(chosen, budget_bytes, time_limit_s=limit_s, **how) for chosen in self._resorts}
+            best = cheapest(found.values())
+        chosen = min(self.extremes, key=self._needed) if best is None else best.chosen
         left_s = time_limit_s - len(found) * limit_s
         return cheapest([best, self._find(chosen, budget_bytes, time_limit_s=left_s, **how)])
 
     def minimum(self) -> Candidate:
-        """The plan with the lowest peak that was found, with no alternative or with all."""
-        plans = [dataclasses.replace(self._planner(chosen).minimum(), chosen=chosen) for chosen in self.extremes]
+        """The plan with the lowest peak that was found, in any of the extremes; of those in the last resort, if any."""
+        forms = self._resorts if self._has_last_resort else self.extremes
+        plans = [dataclasses.replace(self._planner(chosen).minimum(), chosen=chosen) for chosen in forms]
         return min(plans, key=lambda plan: plan.peak_bytes)
 
     def chosen_for(self, plan: Candidate) -> frozenset[str]:
@@ -120,11 +140,14 @@ class JointPlanner:
         full = np.flatnonzero(plan.memory.in_use_bytes >= _FULL * plan.memory.peak_bytes)
         return frozenset(site.where for site in self._sites if _is_held(site, plan, full))
 
-    def _find(self, chosen: frozenset[str], budget_bytes: int, **how) -> Candidate | None:
+    def _find(self, chosen: frozenset[str] | None, budget_bytes: int, **how) -> Candidate | None:
         found = self._planner(chosen).find(budget_bytes, **how)
         return None if found is None else dataclasses.replace(found, chosen=chosen)
 
-    def _planner(self, chosen: frozenset[str]) -> Planner:
+    def _needed(self, chosen: frozenset[str] | None) -> int:
+        return self._planner(chosen).needed_bytes
+
+    def _planner(self, chosen: frozenset[str] | None) -> Planner:
         if chosen not in self._planners:
             self._planners[chosen] = self._planner_of(chosen)
         return self._planners[chosen]

@@ -2,15 +2,17 @@
 
     python tests/keras/random_run.py --models 2000 --seed 0 --json random_models.json
 
-goes on where the file ends, and exits with 1 where something failed. Model number k of a seed is the same whatever
-the number of models. A worker has some models and goes, so that memory does not grow over thousands of them;
-there are as many at once as there are cores.
+goes on where the file ends, says for each run when and with what it went on, and exits with 1 where something failed.
+Model number k of a seed is the same whatever the number of models. A worker has some models and goes, so that memory
+does not grow over thousands of them; there are as many at once as there are cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import datetime
+import importlib.metadata
 import itertools
 import json
 import os
@@ -28,12 +30,15 @@ import hypothesis
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
 from random_models import recipes
 
+from checkmate_tf import _cpu_memory
 from checkmate_tf._files import write_atomically
 
 HERE = pathlib.Path(__file__).parent
 PER_WORKER = 20
 TIMEOUT_S = 300.0  # for one model
-VERSION = 1
+STEP_BYTES = ("budget_bytes", "predicted_bytes", "measured_bytes")
+VERSION = 2
+PACKAGES = ("tensorflow", "keras", "ortools", "numpy", "checkmate_tf")
 
 
 class Uniform(HypothesisProvider):
@@ -96,7 +101,7 @@ def _by_workers(cases: list[dict], workers: int, cache_dir: str) -> Iterator[lis
 
     def work(some: list[dict]) -> list[dict]:
         results = list(checked(some, cache_dir))
-        return [r if r["outcome"] != "failed" else {**r, "recipe": recipe_of[r["number"]]} for r in results]
+        return [{**r, "recipe": recipe_of[r["number"]]} if r["outcome"] == "failed" else shortened(r) for r in results]
 
     with ThreadPoolExecutor(workers) as pool:
         parts = [cases[k : k + PER_WORKER] for k in range(0, len(cases), PER_WORKER)]
@@ -144,13 +149,20 @@ def _results(lines: queue.Queue) -> Iterator[dict]:
             yield said
 
 
+def shortened(result: dict) -> dict:
+    """What is kept of a model on which nothing failed; of each step its bytes in the order of `STEP_BYTES`."""
+    kept = {name: result[name] for name in ("number", "outcome", "why", "recomputed", "amplified") if name in result}
+    steps = [[step[name] for name in STEP_BYTES] for step in result.get("steps", [])]
+    return kept | ({"steps": steps} if result["outcome"] == "ok" else {})
+
+
 def summary(results: list[dict]) -> dict:
     """Counts, and what failed."""
     outcomes = collections.Counter(result["outcome"] for result in results)
     failures = collections.Counter(result["what"] for result in results if result["outcome"] == "failed")
     ok = [result for result in results if result["outcome"] == "ok"]
-    steps = [step for result in ok for step in result["steps"] if step["measured_bytes"]]
-    off = [(abs(step["predicted_bytes"] - step["measured_bytes"]), step["measured_bytes"]) for step in steps]
+    steps = [step for result in ok for step in result["steps"]]
+    off = [(abs(predicted - measured), measured) for _, predicted, measured in steps if measured]
     return {
         "models": len(results),
         "outcomes": dict(outcomes),
@@ -162,6 +174,16 @@ def summary(results: list[dict]) -> dict:
     }
 
 
+def document_of(seed: int, runs: list[dict], results: list[dict]) -> str:
+    """The file, a line for each model."""
+    head = json.dumps(
+        {"version": VERSION, "seed": seed, "step_bytes": STEP_BYTES, "summary": summary(results), "runs": runs},
+        indent=1,
+    )
+    rows = ",\n".join(json.dumps(result) for result in results)
+    return head.removesuffix("\n}") + f',\n "results": [\n{rows}\n]}}\n'
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=2000)
@@ -169,10 +191,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at once (default: one per core)")
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("random_models.json"))
     options = parser.parse_args(arguments)
-    past = json.loads(options.json.read_text()) if options.json.exists() else {"seed": options.seed, "results": []}
-    if past["seed"] != options.seed:
-        parser.error(f"{options.json} holds models of seed {past['seed']}")
+    past = {"version": VERSION, "seed": options.seed, "runs": [], "results": []}
+    if options.json.exists():
+        past = json.loads(options.json.read_text())
+    if (past["version"], past["seed"]) != (VERSION, options.seed):
+        parser.error(f"{options.json} holds models of seed {past['seed']}, in version {past['version']} of the file")
     results = past["results"]
+    run = {
+        "day": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+        "cpu": _cpu_memory.described().get("model name", ""),
+    }
+    run |= {package: importlib.metadata.version(package) for package in PACKAGES}
     done = {result["number"] for result in results}
     numbers = [number for number in range(options.models) if number not in done]
     cases = [{"number": number, "recipe": drawn(options.seed, number)} for number in numbers]
@@ -180,9 +209,9 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as cache_dir:
         for some in _by_workers(cases, options.workers, cache_dir):
             results = sorted(results + some, key=lambda result: result["number"])
-            document = {"version": VERSION, "seed": options.seed, "summary": summary(results), "results": results}
-            write_atomically(options.json, json.dumps(document, indent=1))
-            sys.stdout.write(f"{time.monotonic() - start:.0f} s: {json.dumps(document['summary'])}\n")
+            runs = [*past["runs"], {**run, "models": len(results) - len(done)}]
+            write_atomically(options.json, document_of(options.seed, runs, results))
+            sys.stdout.write(f"{time.monotonic() - start:.0f} s: {json.dumps(summary(results))}\n")
             sys.stdout.flush()
     return int(any(result["outcome"] == "failed" for result in results))
 

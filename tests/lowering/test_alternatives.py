@@ -9,10 +9,13 @@ import tensorflow as tf
 from rule_training import Training, model_of, name_of
 from tiny_steps import numbers
 
+from checkmate_tf.core.plan import compile_plan
+from checkmate_tf.core.simulate import simulate
 from checkmate_tf.errors import ModelError
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.implementations import pooling as by_places
 from checkmate_tf.lowering.implementations.registry import RULES
+from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.trace import trace
 
 layers = keras.layers
@@ -169,3 +172,49 @@ def test_gist_is_the_leaner_gradients_wherever_they_can_be():
     gist = trace(training.step, tf.TensorSpec(training.x.shape, training.x.dtype), rules=RULES["gist"])
     assert sorted(row.rule for row in gist.fired) == ["pooling_by_places", "relu_from_mask"]
     assert not gist.offered
+
+
+def normalised(*between, dtype="float32", **how) -> keras.Model:
+    stack = [layers.Conv2D(6, 3, dtype=dtype), layers.BatchNormalization(dtype=dtype, **how), *between]
+    return model_of(*stack, layers.ReLU(dtype=dtype), layers.Conv2D(2, 1, dtype=dtype), shape=(8, 10, 3), dtype=dtype)
+
+
+@pytest.mark.parametrize("how", [{}, {"scale": False}, {"center": False, "epsilon": 0.1}])
+def test_a_gradient_of_batch_norm_in_place_is_taken_where_it_is_chosen(how):
+    training = Training(normalised(**how), numbers(3, 8, 10, 3))
+    (row,) = [row for row in training.fused().offered if row.rule == "batch_norm_gradient_in_place"]
+    assert "FusedBatchNormGradV3" in {node.op for node in training.fused().graph_def.node}
+    assert "FusedBatchNormGradV3" not in {node.op for node in training.fused({row.where}).graph_def.node}
+    training.assert_same(chosen={row.where})
+
+
+def batch_norms_whose_gradient_stays():
+    yield "channels in front", normalised(axis=1)
+    yield "float64", normalised(dtype="float64")
+    yield "of one element", model_of(layers.Conv2D(6, 3), layers.BatchNormalization(), shape=(3, 3, 3))
+    yield "no image", model_of(layers.Dense(6), layers.BatchNormalization(), shape=(9,))
+    frozen = normalised()
+    frozen.layers[2].trainable = False
+    yield "not in training", frozen
+
+
+@pytest.mark.parametrize(("why", "model"), list(batch_norms_whose_gradient_stays()), ids=name_of)
+def test_a_gradient_of_batch_norm_in_place_is_not_offered_where_a_precondition_fails(why, model):
+    assert "batch_norm_gradient_in_place" not in offered(model, numbers(3, *model.input_shape[1:])), why
+
+
+def test_a_gradient_of_batch_norm_in_place_has_two_large_tensors_at_once_instead_of_three(tmp_path):
+    """Measured: which storage each op takes over depends on TensorFlow's kernels."""
+    model = model_of(layers.Conv2D(8, 1), layers.BatchNormalization(), layers.Activation("tanh"), shape=(64, 64, 3))
+    training = Training(model, numbers(4, 64, 64, 3))
+    large = 4 * 64 * 64 * 8 * 4
+    (row,) = training.fused().offered
+    held = []
+    for chosen in (set(), {row.where}):
+        step = profile(extract(training.fused(chosen)), "CPU:0", cache_dir=tmp_path)
+        graph = step.op_graph
+        plan = compile_plan(graph, range(graph.n))
+        memory = simulate(graph, plan, step.costs.workspace_bytes)
+        gradients = [k for k, op in enumerate(plan.ops) if "batchnorm" in graph.names[op] and graph.is_gradient[op]]
+        held.append(max(memory.in_use_bytes[gradients]) / large)
+    assert held == pytest.approx([3, 2], abs=0.05)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 from checkmate_tf.lowering.implementations.attention import SOFTMAX_DROPOUT, TRANSPOSED_PRODUCT
 from checkmate_tf.lowering.implementations.batch_norm import BATCH_NORM
+from checkmate_tf.lowering.implementations.batch_norm_gradient import BATCH_NORM_GRADIENT_IN_PLACE
 from checkmate_tf.lowering.implementations.dense import DENSE_WEIGHTS_GRADIENT
 from checkmate_tf.lowering.implementations.depthwise import (
     GROUP_PER_CHANNEL,
@@ -56,4 +57,10 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "gist": _LEANER_GRADIENTS,
 }
 
-ALTERNATIVES: Mapping[str, tuple[Rule, ...]] = {"exact": (), "fused": _LEANER_GRADIENTS, "gist": ()}
+ALTERNATIVES: Mapping[str, tuple[Rule, ...]] = {
+    "exact": (),
+    "fused": (*_LEANER_GRADIENTS, BATCH_NORM_GRADIENT_IN_PLACE),
+    "gist": (),
+}
+
+LAST_RESORT = frozenset(rule.name for rules in ALTERNATIVES.values() for rule in rules if rule.last_resort)

@@ -96,6 +96,8 @@ class Rule:
         replacement: What is put in its place.
         opens: Whether the pattern, one op, is also looked for in functions that XLA compiles. Such a function takes
             the place of its call where all that it computes is replaced.
+        last_resort: Whether the equivalent takes so much more time that it is weighed only where others leave no plan,
+            or a dear one.
     """
 
     name: str
@@ -106,3 +108,4 @@ class Rule:
     pattern: Callable[..., dict[str, tf.Tensor]]
     replacement: Callable[..., dict[str, tf.Tensor]]
     opens: bool = False
+    last_resort: bool = False
