@@ -14,6 +14,7 @@ from keras_models import BATCH, CLASSES, SIZE, compiled, head, images
 from tight import train_tightly
 
 import checkmate_tf
+from checkmate_tf.planning import planner
 from checkmate_tf.planning.planner import Planner
 
 FITS_BYTES = 1 << 30  # far more than any of these steps needs
@@ -107,6 +108,37 @@ def test_a_fraction_is_of_the_peak_of_the_step_without_rules(options):
     assert fused.budget_bytes == pytest.approx(exact.budget_bytes, rel=0.1)  # where chunks begin and end differs
     assert exact.implementations == ()
     assert "equivalents" not in str(exact)
+
+
+def normalised_net() -> keras.Model:
+    """Most is in use when the gradient of batch norm runs."""
+    keras.utils.set_random_seed(7)
+    inputs = x = keras.Input((SIZE, SIZE, 3))
+    for width in (64, 4):
+        x = layers.Conv2D(width, 1, use_bias=False)(x)
+        x = layers.Activation("tanh")(layers.BatchNormalization()(x))
+    for layer in head():
+        x = layer(x)
+    return compiled(keras.Model(inputs, x), keras.optimizers.SGD(0.05), metrics=())
+
+
+def test_where_memory_is_least_the_gradient_of_batch_norm_runs_in_place(options, monkeypatch):
+    monkeypatch.setattr(planner, "MINIMUM_LIMIT_S", 2.0)
+    spec = tf.TensorSpec((BATCH, SIZE, SIZE, 3)), tf.TensorSpec((BATCH,), tf.int64)
+    least = {
+        how: checkmate_tf.minimum_budget(
+            normalised_net(), spec, implementations=how, cache_dir=options["cache_dir"], verbose=False
+        ).budget_bytes
+        for how in ("exact", "fused")
+    }
+    large = BATCH * SIZE * SIZE * 64 * 4
+    assert least["exact"] - least["fused"] > 1.5 * large
+    plain, budget = train(normalised_net()), least["fused"] + large // 2  # these models stay in memory
+    fused, _ = train_tightly(normalised_net, train, budget, implementations="fused", **options)
+    assert_same_weights(plain, fused)
+    report = checkmate_tf.report(fused)
+    assert "batch_norm_gradient_in_place" in {row.alternative for row in report.choices if row.taken}
+    assert report.measured_peak_bytes <= report.budget_bytes
 
 
 def pooled_net() -> keras.Model:

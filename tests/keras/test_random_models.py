@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import pathlib
 
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.internal.conjecture.providers import HypothesisProvider
 from random_models import recipes
-from random_run import checked, drawn
+from random_run import checked, drawn, summary
 
+ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = json.loads((pathlib.Path(__file__).parent / "random_regressions.json").read_text())
 
 
@@ -36,3 +38,16 @@ def test_a_seed_draws_the_same_models_whatever_is_imported(monkeypatch):
     before = [drawn(3, number) for number in range(8)]
     monkeypatch.setattr(HypothesisProvider, "_maybe_draw_constant", lambda *_, **__: 1)
     assert [drawn(3, number) for number in range(8)] == before
+
+
+def test_the_readme_says_how_many_models_came_out_right():
+    kept = json.loads((ROOT / "docs" / "random_models.json").read_text())
+    assert kept["summary"] == json.loads(json.dumps(summary(kept["results"])))
+    models = kept["summary"]["models"]
+    counts = collections.Counter(kept["summary"]["outcomes"])
+    assert models == len({row["number"] for row in kept["results"]}) == sum(run["models"] for run in kept["runs"])
+    said = (
+        f"{models} models of seed {kept['seed']}: {counts['ok']} trained, {counts['refused']} refused their budget, "
+        f"{counts['invalid']} Keras itself refused, and {counts['failed']} failed"
+    )
+    assert said in " ".join((ROOT / "README.md").read_text().split())

@@ -50,14 +50,18 @@ def _in_place(dy, x, scale, mean, variance, unused, *, epsilon: float) -> dict:
     del unused
     rows, channels = x.shape.num_elements() // x.shape[3], x.shape[3]
     deviation = tf.math.rsqrt(variance + epsilon)
-    centered = x - mean
+    doffset = tf.reduce_sum(dy, [0, 1, 2])
+    centered, centered_dy = x - mean, dy - doffset / rows
     products = tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
-        input=centered, filter_sizes=[1, 1, channels, 1], out_backprop=dy, strides=[1, 1, 1, 1], padding="VALID"
+        input=centered,
+        filter_sizes=[1, 1, channels, 1],
+        out_backprop=centered_dy,
+        strides=[1, 1, 1, 1],
+        padding="VALID",
     )
     dscale = tf.reshape(products, [channels]) * deviation
-    doffset = tf.reduce_sum(dy, [0, 1, 2])
-    factor = scale * deviation
-    dx = dy * factor - centered * (factor * deviation * dscale / rows) - factor * doffset / rows
+    # Each op reads what the one before it has made, so that no order lets another tensor live.
+    dx = (centered_dy - centered * (deviation * dscale / rows)) * (scale * deviation)
     return {"dx": dx, "dscale": dscale, "doffset": doffset}
 
 
