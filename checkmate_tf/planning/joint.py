@@ -70,7 +70,6 @@ class JointPlanner:
         self._planners: dict[frozenset[str] | None, Planner] = {}
         self._sites = tuple(sites)
         self._all = frozenset(site.where for site in sites)
-        self._has_last_resort = bool(last_resort)
         self._resorts = (*([self._all | last_resort] if last_resort else []), *([OWN] if has_equivalents else []))
 
     @property
@@ -127,9 +126,8 @@ class JointPlanner:
         return cheapest([best, self._find(chosen, budget_bytes, time_limit_s=left_s, **how)])
 
     def minimum(self) -> Candidate:
-        """The plan with the lowest peak that was found, in any of the extremes; of those in the last resort, if any."""
-        forms = self._resorts if self._has_last_resort else self.extremes
-        plans = [dataclasses.replace(self._planner(chosen).minimum(), chosen=chosen) for chosen in forms]
+        """The plan with the lowest peak that was found, in any of the extremes."""
+        plans = [dataclasses.replace(self._planner(chosen).minimum(), chosen=chosen) for chosen in self.extremes]
         return min(plans, key=lambda plan: plan.peak_bytes)
 
     def chosen_for(self, plan: Candidate) -> frozenset[str]:
