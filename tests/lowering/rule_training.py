@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from tiny_steps import numbers
 
+from checkmate_tf.lowering.device import onednn_is_on
 from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, RULES
 from checkmate_tf.lowering.rebuild import as_function, call_unoptimized
 from checkmate_tf.lowering.trace import trace
+
+pools_by_places = pytest.mark.skipif(not onednn_is_on(), reason="without oneDNN, max pooling keeps no places")
 
 
 class Training:

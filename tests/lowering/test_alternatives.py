@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from rule_training import Training, model_of, name_of
+from rule_training import Training, model_of, name_of, pools_by_places
 from tiny_steps import numbers
 
 from checkmate_tf.core.plan import compile_plan
@@ -44,6 +44,7 @@ def offered(model: keras.Model, x: np.ndarray) -> list[str]:
     return [fired.rule for fired in Training(model, x).fused().offered]
 
 
+@pools_by_places
 def test_alternatives_are_offered_and_put_only_where_they_are_chosen():
     relu = layers.ReLU
     stack = [relu(), layers.MaxPooling2D(), layers.Conv2D(5, 2), layers.ZeroPadding2D()]
@@ -61,6 +62,7 @@ def test_alternatives_are_offered_and_put_only_where_they_are_chosen():
         training.assert_same(chosen=chosen)
 
 
+@pools_by_places
 @pytest.mark.parametrize("relu", [layers.ReLU(), layers.Activation("linear"), layers.ReLU(6.0)])
 def test_pooling_by_places_does_not_hold_what_is_pooled(relu):
     training = Training(pooled(relu, layers.ZeroPadding2D()), numbers(3, 8, 10, 3))
@@ -72,6 +74,7 @@ def test_pooling_by_places_does_not_hold_what_is_pooled(relu):
     training.assert_same(chosen=wheres)
 
 
+@pools_by_places
 def test_the_gradient_of_a_relu_behind_which_there_is_only_pooling_reads_the_pooled_values():
     training = Training(pooled(layers.ReLU()), numbers(3, 8, 10, 3))
     (offered,) = training.fused().offered
@@ -109,6 +112,7 @@ def test_pooling_by_places_is_not_offered_where_the_kernel_keeps_none(monkeypatc
     assert offered(pooled(layers.ReLU()), numbers(3, 8, 10, 3)) == []
 
 
+@pools_by_places
 def test_a_gradient_by_places_that_does_not_read_what_max_pooling_makes_is_refused():
     training = Training(pooled(layers.ReLU()), numbers(3, 8, 10, 3))
     traced = training.fused({row.where for row in training.fused().offered})
@@ -131,7 +135,9 @@ def with_skip(y):
 
 
 @pytest.mark.parametrize("relu", [layers.ReLU(), layers.ReLU(6.0)])
-@pytest.mark.parametrize("follow", [layers.ZeroPadding2D(), layers.AveragePooling2D(2), with_skip])
+@pytest.mark.parametrize(
+    "follow", [layers.ZeroPadding2D(), layers.AveragePooling2D(2), pytest.param(with_skip, marks=pools_by_places)]
+)
 def test_a_relu_from_a_mask_does_not_hold_its_output(relu, follow):
     training = Training(masked(relu, follow), 5 * numbers(3, 8, 10, 3))
     traced = training.fused()
@@ -167,6 +173,7 @@ def test_no_mask_is_offered_where_it_saves_nothing(why, model):
     assert not {"relu_from_mask", "relu6_from_mask"} & set(offered(model, numbers(3, 8, 10, 3))), why
 
 
+@pools_by_places
 def test_gist_is_the_leaner_gradients_wherever_they_can_be():
     training = Training(masked(layers.ReLU(), with_skip), numbers(3, 8, 10, 3))
     gist = trace(training.step, tf.TensorSpec(training.x.shape, training.x.dtype), rules=RULES["gist"])

@@ -10,12 +10,11 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rule_training import Training, model_of, name_of
+from rule_training import Training, model_of, name_of, pools_by_places
 from rule_variants import LAYER_VARIANTS, spec
 from tiny_steps import numbers
 
 from checkmate_tf.lowering import trace as tracing
-from checkmate_tf.lowering.device import onednn_is_on
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, RULES
 from checkmate_tf.lowering.implementations.rewrite import rewrite
@@ -150,13 +149,9 @@ def test_every_rule_is_tested_and_explained():
     assert all(rule.saves and 0 < rule.tolerance < 1e-3 for rule in FUSED.values())
 
 
-def _skipped_without_places(name: str):
-    """That gradient is right with oneDNN's max pooling alone; elsewhere the rule is not offered."""
-    no_places = name == "pooling_by_places" and not onednn_is_on()
-    return pytest.param(name, marks=pytest.mark.skipif(no_places, reason="oneDNN is off"))
-
-
-@pytest.mark.parametrize("name", [_skipped_without_places(name) for name in FUSED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pools_by_places if name == "pooling_by_places" else ()) for name in FUSED]
+)
 @briefly
 @given(data=st.data())
 def test_a_replacement_computes_what_the_pattern_computes_in_float64(name, data):
@@ -328,6 +323,7 @@ def test_layer_norm_stays_where_its_inner_values_are_used():
     assert fired(used=True) == []
 
 
+@pools_by_places
 def test_rules_for_the_kernels_of_a_cpu_do_not_fire_elsewhere(monkeypatch):
     stack = [layers.Conv2D(4, 1, use_bias=False), layers.BatchNormalization(), layers.MaxPooling2D(), layers.Dense(2)]
     training = Training(model_of(*stack, shape=(8, 8, 3)), numbers(2, 8, 8, 3))
