@@ -75,7 +75,7 @@ class JointPlanner:
     @property
     def needed_bytes(self) -> int:
         """A budget below which no plan is possible, in none of the extremes: proven."""
-        return min(map(self._needed, self.extremes))
+        return self._planner(self._least).needed_bytes
 
     @property
     def extremes(self) -> tuple[frozenset[str] | None, ...]:
@@ -90,7 +90,7 @@ class JointPlanner:
         """
         found = self.find(budget_bytes, time_limit_s=time_limit_s, on_progress=on_progress)
         if found is None:
-            raise self._planner(min(self.extremes, key=self._needed)).failure(budget_bytes, time_limit_s)
+            raise self._planner(self._least).failure(budget_bytes, time_limit_s)
         return found
 
     def find(
@@ -121,7 +121,7 @@ class JointPlanner:
         if best is None or best.overhead > _DEAR:
             found |= {chosen: self._find(chosen, budget_bytes, time_limit_s=limit_s, **how) for chosen in self._resorts}
             best = cheapest(found.values())
-        chosen = min(self.extremes, key=self._needed) if best is None else best.chosen
+        chosen = self._least if best is None else best.chosen
         left_s = time_limit_s - len(found) * limit_s
         return cheapest([best, self._find(chosen, budget_bytes, time_limit_s=left_s, **how)])
 
@@ -142,8 +142,10 @@ class JointPlanner:
         found = self._planner(chosen).find(budget_bytes, **how)
         return None if found is None else dataclasses.replace(found, chosen=chosen)
 
-    def _needed(self, chosen: frozenset[str] | None) -> int:
-        return self._planner(chosen).needed_bytes
+    @property
+    def _least(self) -> frozenset[str] | None:
+        """The extreme that needs least."""
+        return min(self.extremes, key=lambda chosen: self._planner(chosen).needed_bytes)
 
     def _planner(self, chosen: frozenset[str] | None) -> Planner:
         if chosen not in self._planners:

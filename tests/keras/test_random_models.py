@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.internal.conjecture.providers import HypothesisProvider
 from random_models import recipes
-from random_run import checked, drawn, summary
+from random_run import checked, drawn, summary, without_folders
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = json.loads((pathlib.Path(__file__).parent / "random_regressions.json").read_text())
@@ -51,3 +51,8 @@ def test_the_readme_says_how_many_models_came_out_right():
         f"{counts['invalid']} Keras itself refused, and {counts['failed']} failed"
     )
     assert said in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_errors_are_kept_without_the_folders_of_the_machine():
+    said = 'File "/some/where/else/worker.py", line 3, in a/b: 1/2 of node x/y/z, "/cut/of'
+    assert without_folders(said) == 'File "worker.py", line 3, in a/b: 1/2 of node x/y/z, "of'

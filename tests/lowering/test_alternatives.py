@@ -181,8 +181,8 @@ def test_gist_is_the_leaner_gradients_wherever_they_can_be():
     assert not gist.offered
 
 
-def normalised(*between, dtype="float32", **how) -> keras.Model:
-    stack = [layers.Conv2D(6, 3, dtype=dtype), layers.BatchNormalization(dtype=dtype, **how), *between]
+def normalised(dtype="float32", **how) -> keras.Model:
+    stack = [layers.Conv2D(6, 3, dtype=dtype), layers.BatchNormalization(dtype=dtype, **how)]
     return model_of(*stack, layers.ReLU(dtype=dtype), layers.Conv2D(2, 1, dtype=dtype), shape=(8, 10, 3), dtype=dtype)
 
 
