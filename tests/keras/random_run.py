@@ -153,7 +153,7 @@ def _results(lines: queue.Queue) -> Iterator[dict]:
 
 def without_folders(text: str) -> str:
     """An error's text, with files by their names: where they lie is another on each machine."""
-    return re.sub(r"(?<![\w.])/(?:[^\s/\"']+/)*", "", text)
+    return re.sub(r"(?<![\w.])/(?:[^\s/\"']+/)+", "", text)
 
 
 def shortened(result: dict) -> dict:

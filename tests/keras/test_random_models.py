@@ -54,5 +54,5 @@ def test_the_readme_says_how_many_models_came_out_right():
 
 
 def test_errors_are_kept_without_the_folders_of_the_machine():
-    said = 'File "/some/where/else/worker.py", line 3, in a/b: 1/2 of node x/y/z, "/cut/of'
-    assert without_folders(said) == 'File "worker.py", line 3, in a/b: 1/2 of node x/y/z, "of'
+    said = 'File "/some/where/else/worker.py", line 3, in a/b: 1 / 2, \'/: x/y\', "/cut/of'
+    assert without_folders(said) == 'File "worker.py", line 3, in a/b: 1 / 2, \'/: x/y\', "of'
