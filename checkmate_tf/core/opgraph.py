@@ -160,12 +160,15 @@ class Costs:
         workspace_bytes: int64 (ops,). Scratch in use while the op runs, beside inputs and outputs.
         again_s: float64 (ops,). Seconds of each later run. Defaults to those of the first.
         busy: float64 (ops,). Share of the device that the op keeps busy, from 0 to 1. Defaults to all of it.
+        blocks: Op -> sizes in bytes of the blocks that its workspace consists of, where these are several: the
+            allocator may round each.
     """
 
     time_s: np.ndarray
     workspace_bytes: np.ndarray
     again_s: np.ndarray | None = None
     busy: np.ndarray | None = None
+    blocks: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if self.again_s is None:

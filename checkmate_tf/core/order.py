@@ -40,7 +40,8 @@ def permute(graph: OpGraph, costs: Costs, order: Sequence[int]) -> tuple[OpGraph
         first_last=frozenset(place[op] for op in graph.first_last),
     )
     return permuted, Costs(
-        *(values[order] for values in (costs.time_s, costs.workspace_bytes, costs.again_s, costs.busy))
+        *(values[order] for values in (costs.time_s, costs.workspace_bytes, costs.again_s, costs.busy)),
+        blocks={place[op]: sizes for op, sizes in costs.blocks.items()},
     )
 
 

@@ -65,7 +65,11 @@ class BatchScaling:
         tensor_bytes = np.maximum(0, np.rint(self.op_graph.tensor_bytes + change)).astype(np.int64)
         factor = np.where(self.grows, rows / self.rows, 1.0)
         workspace = np.rint(self.costs.workspace_bytes * factor).astype(np.int64)
-        costs = Costs(self.costs.time_s * factor, workspace, self.costs.again_s * factor, self.costs.busy)
+        blocks = {
+            op: tuple(np.rint(np.multiply(sizes, factor[op])).astype(np.int64).tolist())
+            for op, sizes in self.costs.blocks.items()
+        }
+        costs = Costs(self.costs.time_s * factor, workspace, self.costs.again_s * factor, self.costs.busy, blocks)
         return dataclasses.replace(self.op_graph, tensor_bytes=tensor_bytes), costs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -77,7 +78,12 @@ class Memory:
         return int(np.cumsum(np.sign(small)).max(initial=0))
 
 
-def simulate(graph: OpGraph, plan: Plan, workspace_bytes: np.ndarray | None = None) -> Memory:
+def simulate(
+    graph: OpGraph,
+    plan: Plan,
+    workspace_bytes: np.ndarray | None = None,
+    blocks: Mapping[int, Sequence[int]] | None = None,
+) -> Memory:
     """Follows storage through a plan: allocations, takeovers, workspace and frees.
 
     An op allocates its outputs and its workspace while its inputs are live; an output takes over
@@ -89,6 +95,7 @@ def simulate(graph: OpGraph, plan: Plan, workspace_bytes: np.ndarray | None = No
         plan: As `compile_plan` makes it.
         workspace_bytes: int64 (ops,). Extra bytes while each op runs; negative only in graphs of
             nodes, where it stands for a takeover. Defaults to 0.
+        blocks: Op -> sizes of the blocks that its workspace consists of, where these are several.
     """
     owned = graph.owned_bytes.tolist()
     storage = graph.storage.tolist()
@@ -101,6 +108,7 @@ def simulate(graph: OpGraph, plan: Plan, workspace_bytes: np.ndarray | None = No
     events: list[tuple[int, int, int, int]] = []
     buffers = live = 0
     repeats = plan.instance > 0
+    blocks = blocks or {}
     for step, (op, sources) in enumerate(zip(plan.ops.tolist(), plan.sources, strict=True)):
         inputs, outputs = graph.read_by(op, again=repeats[step]), graph.made_by(op, again=repeats[step])
         owners = [home[source, t] for source, t in zip(sources, inputs, strict=True)]
@@ -128,8 +136,10 @@ def simulate(graph: OpGraph, plan: Plan, workspace_bytes: np.ndarray | None = No
         held[step] = live
         in_use[step] = live + workspace[op]
         if workspace[op] > 0:
-            events += [(buffers, workspace[op], step, _WORKSPACE), (buffers, -workspace[op], step, _WORKSPACE)]
-            buffers += 1
+            parts = list(enumerate(blocks.get(op, workspace[op : op + 1]), buffers))
+            events += [(buffer, size, step, _WORKSPACE) for buffer, size in parts]
+            events += [(buffer, -size, step, _WORKSPACE) for buffer, size in parts]
+            buffers += len(parts)
         for owner in sorted(dying):
             live -= owned[owner[1]]
             events.append((buffer_of.pop(owner), -owned[owner[1]], step, owner[1]))

@@ -315,7 +315,8 @@ class _Scaled:
     def plain_fits(self, size: int, budget_bytes: int) -> bool:
         """Whether the unmodified step fits."""
         op_graph, costs = permute(*self._scaling.at(size), self._plain_order)
-        memory = simulate(op_graph, compile_plan(op_graph, range(op_graph.n)), costs.workspace_bytes)
+        plan = compile_plan(op_graph, range(op_graph.n))
+        memory = simulate(op_graph, plan, costs.workspace_bytes, costs.blocks)
         peak = self._profiled.allocator_peak(memory, more_bytes=self._more_bytes(size))
         return peak is not None and peak <= budget_bytes
 

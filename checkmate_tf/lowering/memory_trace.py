@@ -26,7 +26,6 @@ from checkmate_tf.core.allocator import UNIT_BYTES
 from checkmate_tf.errors import CheckmateError
 
 _ALLOCATION, _FREE = "MemoryAllocation", "MemoryDeallocation"
-_OPTIONS = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ def record(step: Callable[[], object], *, allocator: str = "cpu") -> tuple[Memor
         CheckmateError: Nothing was reported: the device has another allocator, or the step is too small.
     """
     with tempfile.TemporaryDirectory() as folder:
-        tf.profiler.experimental.start(folder, options=tf.profiler.experimental.ProfilerOptions(**_OPTIONS))
+        tf.profiler.experimental.start(folder)
         try:
             result = step()
             del result

@@ -10,19 +10,20 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import tensorflow as tf
 
 from checkmate_tf.core.opgraph import CONTROL_FLOW, Costs, OpGraph
 from checkmate_tf.lowering.arena import exact_chunks
-from checkmate_tf.lowering.device import threads, uncounted_below_bytes, wait
+from checkmate_tf.lowering.device import counted_bytes, threads, uncounted_below_bytes, wait
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.loops import measure_loops, with_lists
 from checkmate_tf.lowering.profile_cache import OpProfile, ProfileCache
 from checkmate_tf.lowering.rebuild import call_unoptimized
-from checkmate_tf.lowering.single_op import BEHIND_POOLING, known_value, nbytes, pooling_of, single_op, stand_in
+from checkmate_tf.lowering.scratch import blocks_of, without_outputs
+from checkmate_tf.lowering.single_op import ALONE, BEHIND_POOLING, known_value, nbytes, pooling_of, single_op, stand_in
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +104,8 @@ def profile(
             except tf.errors.OpError as error:
                 _log.debug("cannot profile %s: %s", example[key], error)
                 alone.pop(key, None)
+        for key, blocks in _workspace_blocks(alone, cache.ops, device).items():
+            cache.ops[key] = dataclasses.replace(cache.ops[key], blocks=blocks)
         for look in range(1, _LOOKS):
             for k, (key, op) in enumerate(alone.items()):
                 tell(look * len(to_measure) + k)
@@ -115,7 +118,7 @@ def profile(
         {op: cache.ops[keys[name]] for op, name in runs.items() if keys[name] in cache.ops} for runs in (names, reruns)
     )
     unmeasured = [op for op in range(graph.n) if _is_large(step, op) and op not in profiles and op not in loops]
-    profiles |= {op: OpProfile(held.time_s, held.workspace_bytes) for op, held in loops.items()}
+    profiles |= {op: OpProfile(held.time_s, (held.workspace_bytes,)) for op, held in loops.items()}
     op_graph, costs = _with_reruns(*_apply(with_lists(graph, step, loops), profiles, unmeasured), again)
     sized = {graph.names[op] for op in loops}
     return Profile(
@@ -204,12 +207,12 @@ class _Alone:
         pooling_bytes = self._peak_bytes(lambda: call_unoptimized(self._pool, [arguments[0]])) if self._pool else 0
         extra = self._peak_bytes(lambda: self._run_on(arguments)) - pooling_bytes
         self._take_time(arguments, _REPEATS)
-        out = [nbytes(t) for t in operation.outputs]
+        out = self.output_bytes
         uncounted = uncounted_below_bytes(self._device)
         seen = out[0] >= max(uncounted, _SMALL_BYTES)
         same_size = [k for k in arguments if seen and nbytes(operation.inputs[k]) == out[0]]
         if len(out) == 1 and same_size and extra < out[0] // 2:
-            return self._with_time(OpProfile(0.0, 0, alias=same_size[0]))
+            return self._with_time(OpProfile(0.0, alias=same_size[0]))
         takeover = []
         for k in same_size:
             others = [value for j, value in arguments.items() if j != k]
@@ -217,8 +220,22 @@ class _Alone:
             peak = self._peak_bytes(lambda f=run, a=others: call_unoptimized(f, a)) - pooling_bytes
             if peak < extra + out[0] // 2:
                 takeover.append(k)
-        counted = sum(size for size in out if size >= uncounted)
-        return self._with_time(OpProfile(0.0, max(0, extra - counted), tuple(takeover)))
+        workspace = extra - counted_bytes(self._device, out)
+        return self._with_time(OpProfile(0.0, (workspace,) if workspace > 0 else (), tuple(takeover)))
+
+    def run_once(self) -> None:
+        """Runs the op, and no other beside what makes its inputs."""
+        self._run_on(self._arguments())
+
+    @property
+    def output_bytes(self) -> list[int]:
+        """Sizes of its outputs."""
+        return [nbytes(t) for t in self._operation.outputs]
+
+    @property
+    def name(self) -> str:
+        """Name of the op in its function."""
+        return ALONE + self._operation.name
 
     def look_again(self, seen: OpProfile) -> OpProfile:
         """What was seen, with the least time of all runs so far and some more."""
@@ -254,6 +271,28 @@ class _Alone:
     def _with_time(self, seen: OpProfile) -> OpProfile:
         pooling_s = self._pooling_s if self._pool else 0.0
         return dataclasses.replace(seen, time_s=max(_SMALL_OP_S, self._seconds - pooling_s), busy=self._busy)
+
+
+def _workspace_blocks(
+    alone: Mapping[str, _Alone], seen: Mapping[str, OpProfile], device: str
+) -> dict[str, tuple[int, ...]]:
+    """Key -> the blocks of its workspace, for ops of which they are seen.
+
+    They are what the op asks for. Its peak may count them as more, up to twice their size, where `exact_chunks` could
+    not be had or the blocks are small. What is below or beyond that has been seen of something else.
+    """
+    large = {key: op for key, op in alone.items() if seen[key].workspace_bytes >= _SMALL_BYTES}
+    if not large:
+        return {}
+    asked = blocks_of({op.name: op.run_once for op in large.values()}, device)
+    found = {}
+    for key, op in large.items():
+        everything = asked.get(op.name, ())
+        requested = without_outputs(everything, op.output_bytes)
+        blocks = tuple(counted for size in requested if (counted := counted_bytes(device, [size])))
+        if 0 <= seen[key].workspace_bytes - sum(blocks) <= counted_bytes(device, everything):
+            found[key] = blocks
+    return found
 
 
 def _check_shapes(results: list[tf.Tensor], operation: tf.Operation) -> None:
@@ -305,7 +344,14 @@ def _apply(graph: OpGraph, profiles: dict[int, OpProfile], unmeasured: list[int]
         for op in unmeasured:
             time_s[op] = rate * _touched_bytes(graph, op)
     graph = dataclasses.replace(graph, storage=_follow(storage), takeover=tuple(takeover))
-    return _with_pooling_indices(graph, profiles, workspace), Costs(time_s, workspace, busy=busy)
+    graph = _with_pooling_indices(graph, profiles, workspace)
+    return graph, Costs(time_s, workspace, busy=busy, blocks=_blocks(profiles, workspace))
+
+
+def _blocks(profiles: Mapping[int, OpProfile], workspace: np.ndarray) -> dict[int, tuple[int, ...]]:
+    """Op -> the blocks that were seen of it, where they are several and all of its workspace."""
+    several = {op: seen.blocks for op, seen in profiles.items() if len(seen.blocks) > 1}
+    return {op: sizes for op, sizes in several.items() if sum(sizes) == workspace[op]}
 
 
 def _with_reruns(graph: OpGraph, costs: Costs, again: dict[int, OpProfile]) -> tuple[OpGraph, Costs]:
@@ -317,7 +363,8 @@ def _with_reruns(graph: OpGraph, costs: Costs, again: dict[int, OpProfile]) -> t
         if seen.time_s < costs.time_s[op] and taken == graph.takeover[op] and seen.alias is None:
             again_s[op], workspace[op] = seen.time_s, max(workspace[op], seen.workspace_bytes)
             kept[op] = graph.again[op]
-    return dataclasses.replace(graph, again=kept), Costs(costs.time_s, workspace, again_s, costs.busy)
+    blocks = {op: sizes for op, sizes in costs.blocks.items() if sum(sizes) == workspace[op]}
+    return dataclasses.replace(graph, again=kept), Costs(costs.time_s, workspace, again_s, costs.busy, blocks)
 
 
 def _with_pooling_indices(graph: OpGraph, profiles: dict[int, OpProfile], workspace: np.ndarray) -> OpGraph:

@@ -16,7 +16,7 @@ from checkmate_tf.lowering.device import onednn_is_on, threads, uncounted_below_
 
 _log = logging.getLogger(__name__)
 
-_VERSION = 6
+_VERSION = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +25,23 @@ class OpProfile:
 
     Attributes:
         time_s: Seconds per run (least of several).
-        workspace_bytes: Bytes beside inputs and outputs at the op's own peak.
+        blocks: Sizes in bytes of what it takes beside inputs and outputs at its own peak; one block where only their
+            sum is known.
         takeover: Positions of the inputs whose storage the first output takes over when they die there.
         alias: Position of the input whose storage the first output shares even when it lives on, or None.
         busy: Share of the device that it keeps busy, from 0 to 1.
     """
 
     time_s: float
-    workspace_bytes: int
+    blocks: tuple[int, ...] = ()
     takeover: tuple[int, ...] = ()
     alias: int | None = None
     busy: float = 1.0
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes beside inputs and outputs at the op's own peak."""
+        return sum(self.blocks)
 
 
 class ProfileCache:
@@ -95,10 +101,10 @@ def _entry(value: dict) -> OpProfile:
     Raises:
         ValueError: A number is missing or out of range.
     """
-    time_s, workspace, busy = float(value["time_s"]), int(value["workspace_bytes"]), float(value["busy"])
-    takeover, alias = tuple(int(k) for k in value["takeover"]), value["alias"]
-    if not 0 <= time_s < 1e4 or not 0 <= workspace < 1 << 48 or not 0 <= busy <= 1 or min(takeover, default=0) < 0:
+    time_s, busy, alias = float(value["time_s"]), float(value["busy"]), value["alias"]
+    blocks, takeover = (tuple(int(k) for k in value[name]) for name in ("blocks", "takeover"))
+    if not 0 <= time_s < 1e4 or not 0 <= busy <= 1 or min(*blocks, *takeover, 0, 0) < 0 or sum(blocks) >= 1 << 48:
         raise ValueError(f"out of range: {value}")
     if alias is not None and (not isinstance(alias, int) or alias < 0):
         raise ValueError(f"out of range: {value}")
-    return OpProfile(time_s, workspace, takeover, alias, busy)
+    return OpProfile(time_s, blocks, takeover, alias, busy)

@@ -12,6 +12,7 @@ from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from checkmate_tf.lowering.rebuild import as_function
 
 BEHIND_POOLING = "MaxPoolGrad"  # runs behind max pooling here: oneDNN's gradient uses what that has kept
+ALONE = "alone/"  # in front of the op's name in its function: those that make its inputs may have the same name
 _KNOWN_BYTES = 4096  # the value of a tensor is looked for up to this size
 _DRAWN = 10_007  # different numbers in a stand-in
 _SMALLEST = 1e-3
@@ -41,6 +42,7 @@ def single_op(
         graph_def.library.CopyFrom(library)
     node = node_def_pb2.NodeDef()
     node.CopyFrom(original)
+    node.name = ALONE + original.name
     del node.input[:]
     feeds = []
     for k, tensor in enumerate(operation.inputs):
@@ -62,7 +64,7 @@ def single_op(
             graph_def.node.append(_placeholder(name, tensor))
             feeds.append(f"{name}:0")
     graph_def.node.append(node)
-    return as_function(graph_def, feeds, [t.name for t in operation.outputs], [])
+    return as_function(graph_def, feeds, [ALONE + t.name for t in operation.outputs], [])
 
 
 def pooling_of(gradient: node_def_pb2.NodeDef, operation: tf.Operation):

@@ -117,6 +117,18 @@ def test_workspace_counts_while_its_op_runs():
     assert memory.peak_step == 0
 
 
+def test_the_blocks_of_a_workspace_are_asked_for_one_by_one():
+    made = Builder()
+    (a,) = made.add(makes=[4])
+    made.add([a], [2])
+    plan = compile_plan(made.build(), [0, 1])
+    one, several = (simulate(made.build(), plan, np.array([7, 1]), blocks) for blocks in (None, {0: (5, 2)}))
+    assert several.in_use_bytes.tolist() == one.in_use_bytes.tolist()
+    assert one.event_bytes.tolist() == [4, 7, -7, 2, 1, -1, -4, -2]
+    assert several.event_bytes.tolist() == [4, 5, 2, -5, -2, 2, 1, -1, -4, -2]
+    assert several.event_buffer.tolist() == [0, 1, 2, 1, 2, 3, 4, 4, 0, 3]
+
+
 def test_persistent_storage_and_empty_tensors_are_free():
     made = Builder()
     variable = made.hold(100)

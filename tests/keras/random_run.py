@@ -2,7 +2,8 @@
 
     python tests/keras/random_run.py --models 2000 --seed 0 --json random_models.json
 
-goes on where the file ends, says for each run when and with what it went on, and exits with 1 where something failed.
+goes on where the file ends, after those that failed once more; says for each run when, with what, and with how many
+models it went on; and exits with 1 where something failed.
 Model number k of a seed is the same whatever the number of models. A worker has some models and goes, so that memory
 does not grow over thousands of them; there are as many at once as there are cores.
 """
@@ -203,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
         past = json.loads(options.json.read_text())
     if (past["version"], past["seed"]) != (VERSION, options.seed):
         parser.error(f"{options.json} holds models of seed {past['seed']}, in version {past['version']} of the file")
-    results = past["results"]
+    results = [result for result in past["results"] if result["outcome"] != "failed"]
     run = {
         "day": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
         "cpu": _cpu_memory.described().get("model name", ""),

@@ -45,7 +45,7 @@ def test_the_readme_says_how_many_models_came_out_right():
     assert kept["summary"] == json.loads(json.dumps(summary(kept["results"])))
     models = kept["summary"]["models"]
     counts = collections.Counter(kept["summary"]["outcomes"])
-    assert models == len({row["number"] for row in kept["results"]}) == sum(run["models"] for run in kept["runs"])
+    assert models == len({row["number"] for row in kept["results"]}) <= sum(run["models"] for run in kept["runs"])
     said = (
         f"{models} models of seed {kept['seed']}: {counts['ok']} trained, {counts['refused']} refused their budget, "
         f"{counts['invalid']} Keras itself refused, and {counts['failed']} failed"

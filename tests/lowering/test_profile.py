@@ -1,5 +1,6 @@
 """Profiles say what ops really do; caches are used when they fit and ignored when they do not."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ from checkmate_tf.lowering import profile as profile_module
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.rebuild import call_unoptimized
+from checkmate_tf.lowering.rehearse import empty
 from checkmate_tf.lowering.trace import trace
 
 SHAPE = (512, 1024)  # 2 MiB: large enough for every allocator to count
@@ -88,6 +90,40 @@ def test_tiny_convolutions_are_measured_as_their_gradients_take_much_workspace()
     kinds = result.op_graph.types
     assert result.costs.workspace_bytes[kinds.index("Conv2DBackpropInput")] > 1 << 20
     assert result.costs.workspace_bytes[kinds.index("Conv2DBackpropFilter")] > 1 << 20
+
+
+def extracted_product():
+    """A product in bfloat16."""
+    weights = tf.zeros((256, 512), tf.bfloat16)
+    return extract(trace(lambda x: tf.linalg.matmul(x, weights), tf.TensorSpec((1024, 256), tf.bfloat16)))
+
+
+def test_each_block_of_a_workspace_is_measured():
+    """Eigen multiplies bfloat16 in float32: blocks for both factors and the product. One of all three was predicted."""
+    costs = profile(extracted_product(), DEVICE).costs
+    (op,) = costs.blocks
+    assert sorted(costs.blocks[op]) == sorted(4 * size for size in (1024 * 256, 256 * 512, 1024 * 512))
+    assert costs.workspace_bytes[op] == sum(costs.blocks[op])
+
+
+def test_what_rounding_adds_is_no_workspace(monkeypatch):
+    """An output that gets a larger hole whole shows in the op's peak as more than it is."""
+    step = extracted(lambda x: tf.tile(x, [3, 1]), (257, 1024))
+    op = step.op_graph.types.index("Tile")
+    monkeypatch.setattr(profile_module, "exact_chunks", lambda *_: contextlib.nullcontext())
+    held = [empty(4 << 20) for _ in range(64)]
+    del held[::2]
+    assert profile(step, DEVICE).costs.workspace_bytes[op] == 0
+    monkeypatch.setattr(profile_module, "blocks_of", lambda *_: {})
+    assert profile(step, DEVICE).costs.workspace_bytes[op] > 0
+
+
+def test_workspace_is_one_block_while_the_user_profiles(tmp_path):
+    step = extracted_product()
+    with tf.profiler.experimental.Profile(str(tmp_path)):
+        costs = profile(step, DEVICE).costs
+    assert costs.blocks == {}
+    assert costs.workspace_bytes[step.op_graph.types.index("MatMul")] > 0
 
 
 def test_how_much_of_the_device_an_op_keeps_busy_is_measured(tmp_path):
@@ -240,9 +276,10 @@ def break_file(path, how: str) -> None:
         '["busy", -0.1]',
         '["busy", 1.1]',
         '["busy", NaN]',
-        '["workspace_bytes", -5]',
-        '["workspace_bytes", Infinity]',
-        '["workspace_bytes", 1e300]',
+        '["blocks", 7]',
+        '["blocks", [-5]]',
+        '["blocks", [Infinity]]',
+        '["blocks", [1e300]]',
         '["takeover", 3]',
         '["takeover", [-1]]',
         '["takeover", [7]]',

@@ -1,0 +1,42 @@
+"""What ops ask of the allocator while they run, and what of it is workspace."""
+
+import tensorflow as tf
+
+from checkmate_tf.lowering.memory_trace import MemoryEvent
+from checkmate_tf.lowering.scratch import _at_peak, blocks_of, without_outputs
+
+MIB = 1 << 20
+
+
+def events(*changes):
+    """Of (buffer, bytes), a free where the bytes are negative."""
+    return [MemoryEvent(k, "", abs(size), abs(size), size < 0, False, 0) for k, size in changes]
+
+
+def test_the_peak_holds_what_was_not_given_back():
+    assert _at_peak(events((0, 4), (1, 5), (1, -5), (2, 3), (3, 3), (2, -3), (4, 1))) == [4, 3, 3]
+    assert _at_peak(events((7, -9), (0, 4))) == [4], "a buffer that is older than the op"
+    assert _at_peak([]) == []
+
+
+def test_outputs_are_no_workspace():
+    assert without_outputs([4, 4, 5], [4]) == (4, 5)
+    assert without_outputs([4, 5], [6]) == (4, 5), "an output that took storage over"
+    assert without_outputs([4], [4, 4]) == ()
+
+
+def test_each_op_is_told_from_the_next():
+    x, y = tf.zeros((512, 512)), tf.zeros((1024, 512))
+    seen = blocks_of(
+        {
+            "Exp": lambda: tf.raw_ops.Exp(x=x, name="Exp"),
+            "Sin": lambda: tf.raw_ops.Sin(x=y, name="Sin"),
+            "None": lambda: None,
+        },
+        "CPU:0",
+    )
+    assert seen == {"Exp": [MIB], "Sin": [2 * MIB]}
+
+
+def test_nothing_is_seen_where_nothing_is_asked_for():
+    assert blocks_of({"None": lambda: None}, "CPU:0") == {}
