@@ -34,6 +34,7 @@ _LOOKS = 3  # at each op, with all others in between: what else runs on the mach
 _REPEATS = 2  # at the first look
 _TARGET_S = 0.02  # measure short ops until this much time is spent, or _MOST_REPEATS
 _MOST_REPEATS = 15
+_LONG_S = 0.5  # an op that takes as long runs once to be timed: what comes and goes is gone before it ends
 _BLOCK_MARGIN_BYTES = 256 << 20
 _POOLING = frozenset({"MaxPool", "MaxPool3D"})
 _POOLED_ITEM_BYTES = 4  # oneDNN pools float32 here
@@ -195,6 +196,7 @@ class _Alone:
         self._pool = pooling_of(self._node, self._operation) if behind_pooling else None
         self._seconds = self._pooling_s = math.inf
         self._busy = 1.0
+        self._is_long = False
 
     def measure(self) -> OpProfile:
         """Runs the op with inputs that live on and with inputs that die at it.
@@ -203,10 +205,12 @@ class _Alone:
             tf.errors.OpError: The op cannot run alone, or has not made what it makes in the step.
         """
         operation, arguments = self._operation, self._arguments()
+        start = time.perf_counter()
         _check_shapes(self._run_on(arguments), operation)
+        self._is_long = time.perf_counter() - start > _LONG_S
         pooling_bytes = self._peak_bytes(lambda: call_unoptimized(self._pool, [arguments[0]])) if self._pool else 0
         extra = self._peak_bytes(lambda: self._run_on(arguments)) - pooling_bytes
-        self._take_time(arguments, _REPEATS)
+        self._take_time(arguments, 1 if self._is_long else _REPEATS)
         out = self.output_bytes
         uncounted = uncounted_below_bytes(self._device)
         seen = out[0] >= max(uncounted, _SMALL_BYTES)
@@ -238,8 +242,9 @@ class _Alone:
         return ALONE + self._operation.name
 
     def look_again(self, seen: OpProfile) -> OpProfile:
-        """What was seen, with the least time of all runs so far and some more."""
-        self._take_time(self._arguments(), 1)
+        """What was seen, with the least time of all runs so far and some more; a long op's one run will do."""
+        if not self._is_long:
+            self._take_time(self._arguments(), 1)
         return self._with_time(seen)
 
     def _arguments(self) -> dict[int, tf.Tensor]:

@@ -210,6 +210,21 @@ def test_what_slows_one_look_down_is_not_taken_for_the_ops_time(monkeypatch):
     assert profile(step, DEVICE, on_progress=tell).costs.time_s.max() > 0.1
 
 
+@pytest.mark.parametrize(("long_s", "asked"), [(0.0, [1]), (1e9, [2, 1, 1])])
+def test_an_op_that_takes_long_is_timed_once(monkeypatch, long_s, asked):
+    repeats = []
+
+    def timed(run, device, least):
+        repeats.append(least)
+        return time_of(run, device, least)
+
+    time_of = profile_module._time
+    monkeypatch.setattr(profile_module, "_time", timed)
+    monkeypatch.setattr(profile_module, "_LONG_S", long_s)
+    assert profile(extracted(tf.cumsum, SHAPE), DEVICE).costs.time_s.max() > 0
+    assert repeats == asked
+
+
 @pytest.fixture(scope="module")
 def small_step():
     return extracted(lambda x: tf.sin(x), (64, 128))
