@@ -20,6 +20,8 @@ from checkmate_tf.planning.partition import STATES
 from checkmate_tf.planning.planner import Planner
 from checkmate_tf.planning.replay import replay
 from checkmate_tf.planning.search import Search
+from checkmate_tf.solvers import base
+from checkmate_tf.solvers.base import Clock
 from checkmate_tf.solvers.remote import Point
 
 BASE = 3 * MIB
@@ -127,6 +129,28 @@ def test_an_allocator_that_waited_for_memory_is_not_asked_about_plans_as_large(m
     assert answers[-1] == 801
     allocator.forget()
     assert allocator(SimpleNamespace(peak_bytes=900)) == 900
+    refused = min(size for size in asked if size > 900)
+    assert allocator(SimpleNamespace(peak_bytes=refused)) is None
+    assert asked[-1] == 900, "for what it has run out of memory before, it would again"
+
+
+def test_a_search_does_not_lose_the_time_in_which_the_allocator_waits(monkeypatch):
+    """Two waits of ten seconds left a search of ten seconds none: it took what it had seen first."""
+    now = [0.0]
+
+    def report(memory, *_):
+        now[0] += 10.0 if memory.peak_bytes > 900 else 0.5
+        return None if memory.peak_bytes > 900 else memory.peak_bytes
+
+    for module in (partition, base):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    allocator = partition.Reluctant(report)
+    allocator(SimpleNamespace(peak_bytes=1000))
+    clock = allocator.clock(3.0)
+    allocator(SimpleNamespace(peak_bytes=800))
+    assert clock.left_s == 2.5
+    allocator(SimpleNamespace(peak_bytes=950))
+    assert (clock.elapsed_s, clock.left_s, now[0]) == (0.5, 2.5, 20.5)
 
 
 def test_the_unmodified_step_is_simulated_in_the_order_in_which_ops_are_ready():
@@ -383,7 +407,7 @@ def test_a_schedule_that_the_allocator_rounds_less_than_others_is_found():
         allocated = peak if peak <= 12 or peak == 14 else 2 * peak
         return Candidate(None, None, None, None, peak_bytes=allocated, time_s=100.0 - peak)
 
-    search = Search(SimpleNamespace(evaluate=evaluate, placed=lambda c, _: c), 18, 60.0, 0, None)
+    search = Search(SimpleNamespace(evaluate=evaluate, placed=lambda c, _: c, clock=Clock), 18, 60.0, 0, None)
     search._climb(SimpleNamespace(solver=SimpleNamespace(front=lambda: points)), np.inf)
     assert search.best.peak_bytes == 14
     assert len(asked) <= 9
@@ -409,7 +433,9 @@ def test_dear_schedules_are_tried_where_only_a_dearer_one_is_known():
         def solve(self, *_):
             return Solution(Status.FEASIBLE, SequenceSchedule(np.array([90])), 1.0, 90, None, "", "")
 
-    search = Search(SimpleNamespace(orders=[Order()], evaluate=evaluate, placed=lambda c, _: c), 100, 5.0, 0, None)
+    search = Search(
+        SimpleNamespace(orders=[Order()], evaluate=evaluate, placed=lambda c, _: c, clock=Clock), 100, 5.0, 0, None
+    )
     assert search.run().time_s == 3.0
 
 
@@ -442,7 +468,9 @@ def test_an_allocator_that_takes_long_to_answer_leaves_the_solver_time_to_tighte
             return Solution(Status.FEASIBLE, found, cost_of(inner_bytes), inner_bytes, None, "", "")
 
     orders = [Strict()]
-    search = Search(SimpleNamespace(orders=orders, evaluate=evaluate, placed=lambda c, _: c), budget, 1.3, 0, None)
+    search = Search(
+        SimpleNamespace(orders=orders, evaluate=evaluate, placed=lambda c, _: c, clock=Clock), budget, 1.3, 0, None
+    )
     assert search.run().time_s < 1.05 * cheapest
 
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from checkmate_tf.core.allocator import BfcAllocator
-from checkmate_tf.errors import CheckmateError
 from checkmate_tf.lowering.device import in_use_bytes
-from checkmate_tf.lowering.rehearse import address, allocator_config, empty, reserve
+from checkmate_tf.lowering.rehearse import address, allocator_config, empty, refusal
 
 _log = logging.getLogger(__name__)
 
@@ -18,6 +17,8 @@ _SMALLEST_PLUG_BYTES = 1 << 18
 _MOST_PLUGS = 500
 _SLACK_BYTES = 128 << 20  # from which the allocator splits a chunk in any case
 _LEFT_FREE_BYTES = 4 << 20  # of a limit, for what is allocated beside the step
+
+_granted: dict[str, int] = {}  # device -> size of the block that there was room for when a larger one was refused
 
 
 def make_room(device: str, nbytes: int, variables: Sequence[tf.Variable]) -> int:
@@ -44,14 +45,26 @@ def make_room(device: str, nbytes: int, variables: Sequence[tf.Variable]) -> int
         if size:
             taken.allocate(size)
     room = min(nbytes, config.limit_bytes - max(taken.pool_bytes, in_use_bytes(device)) - _LEFT_FREE_BYTES)
-    if room <= _SMALLEST_PLUG_BYTES:
+    return _free_block(device, room)
+
+
+def _free_block(device: str, nbytes: int) -> int:
+    """Makes the allocator own one free block of this size, or of what it has room for, and returns its size.
+
+    Near a limit what it has room for cannot be told beforehand: regions that grew for what is free by now are never
+    given back. So the allocator is asked, which takes it 10 s where it refuses; no more is asked for from then on.
+    """
+    nbytes = min(nbytes, _granted.get(device, nbytes))
+    if nbytes <= _SMALLEST_PLUG_BYTES:
         return 0
-    try:
-        reserve(room, device=device)
-    except CheckmateError as error:
-        _log.debug("the step's tensors will come from several regions: %s", error)
-        return 0
-    return room
+    state = refusal(nbytes, device=device)
+    if state is None:
+        return nbytes
+    config = allocator_config(device=device)
+    found = BfcAllocator(config, state)
+    _granted[device] = max(found.largest_free_bytes, config.limit_bytes - found.pool_bytes)
+    _log.debug("%s has no room for one block of %d bytes, but for one of %d", device, nbytes, _granted[device])
+    return _free_block(device, _granted[device])
 
 
 def gather(device: str, variables: Sequence[tf.Variable], room_bytes: int) -> None:
@@ -103,13 +116,10 @@ class exact_chunks:
         if "CPU" not in self._device.upper():
             return
         limit = allocator_config(device=self._device).limit_bytes
-        self._nbytes = min(self._nbytes, limit - in_use_bytes(self._device) - _LEFT_FREE_BYTES)
-        if self._nbytes <= _SMALLEST_PLUG_BYTES:
-            return
-        try:
-            reserve(self._nbytes, device=self._device)
-        except CheckmateError as error:
-            _log.debug("workspace will be measured in whole chunks: %s", error)
+        wanted = min(self._nbytes, limit - in_use_bytes(self._device) - _LEFT_FREE_BYTES)
+        self._nbytes = _free_block(self._device, wanted)
+        if 2 * self._nbytes < wanted or not self._nbytes:
+            _log.debug("requests will count as whole chunks: %s has no room for %d bytes", self._device, wanted)
             return
         with tf.device(self._device):
             self._plug()

@@ -123,13 +123,19 @@ def allocator_config(*, device: str = "CPU:0") -> AllocatorConfig:
 
 
 def observe(*, device: str = "CPU:0") -> AllocatorState:
-    """Reads the real allocator's regions and chunks.
+    """Reads the real allocator's regions and chunks. Meant for tests and diagnosis; see `refusal`."""
+    return refusal(_MORE_THAN_ANY_LIMIT, device=device)
 
-    The allocator writes them to a file when a request fails. So one is made to fail, which takes the
-    10 s that TensorFlow waits before it gives up. Meant for tests and diagnosis.
+
+def refusal(nbytes: int, *, device: str = "CPU:0") -> AllocatorState | None:
+    """Asks the allocator for a block, and for its regions and chunks where it has no room for that.
+
+    It writes them to a file when a request fails, after the 10 s that TensorFlow waits for another thread to free
+    something.
 
     Returns:
-        The state, for `core.allocator.BfcAllocator`. The growth of the next region is inferred.
+        The state, for `core.allocator.BfcAllocator`, with the growth of the next region inferred; None where there is
+        room. The block is free again.
 
     Raises:
         CheckmateError: Nothing was written: this allocator is not a BFC allocator.
@@ -137,7 +143,8 @@ def observe(*, device: str = "CPU:0") -> AllocatorState:
     _memory(device)
     with tempfile.TemporaryDirectory() as folder, tf.device(device):
         with _dump_to(pathlib.Path(folder) / "map"), contextlib.suppress(tf.errors.ResourceExhaustedError):
-            empty(_MORE_THAN_ANY_LIMIT)
+            empty(nbytes)
+            return None
         files = sorted(pathlib.Path(folder).iterdir())
         if not files:
             raise CheckmateError(

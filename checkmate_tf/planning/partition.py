@@ -17,6 +17,7 @@ import numpy as np
 
 from checkmate_tf.core.simulate import Memory
 from checkmate_tf.planning.candidate import NEVER
+from checkmate_tf.solvers.base import Clock
 
 STATES = 3  # states of the allocator in which a plan must keep the budget
 
@@ -55,16 +56,25 @@ class Reluctant:
 
     Args:
         allocator_peak: As for `Placer`.
+
+    Attributes:
+        waited_s: Seconds of such waits so far.
     """
 
     def __init__(self, allocator_peak: AllocatorPeak):
         self._ask = allocator_peak
+        self._refused = np.inf  # bytes of tensors at the peak of the smallest plan for which memory has run out
+        self.waited_s = 0.0
         self.forget()
 
     def forget(self) -> None:
-        """Memory has changed since."""
+        """Memory has changed since: plans that are smaller than those for which it ran out may fit by now."""
         self._times = 0
-        self._too_large = np.inf  # bytes of tensors at the peak
+        self._too_large = self._refused
+
+    def clock(self, time_limit_s: float) -> Clock:
+        """One that stands still while the allocator waits: near a limit a search would do little else."""
+        return _WaitingClock(time_limit_s, self)
 
     def __call__(self, memory: Memory, partition: Partition = (), *states) -> int | None:
         """As `allocator_peak`, or None without asking it."""
@@ -72,10 +82,25 @@ class Reluctant:
             return None
         began_s = time.perf_counter()
         peak = self._ask(memory, partition, *states)
-        if peak is None and not partition and time.perf_counter() - began_s > _WAITED_S:
+        asked_s = time.perf_counter() - began_s
+        if peak is None and asked_s > _WAITED_S:
+            self.waited_s += asked_s
+        if peak is None and not partition and asked_s > _WAITED_S:
             self._times += 1
+            self._refused = min(self._refused, memory.peak_bytes)
             self._too_large = memory.peak_bytes * (1 - _NEARLY * 2**self._times)
         return peak
+
+
+class _WaitingClock(Clock):
+    def __init__(self, time_limit_s: float, allocator: Reluctant):
+        self._allocator = allocator
+        self._waited_before_s = allocator.waited_s
+        super().__init__(time_limit_s)
+
+    @property
+    def elapsed_s(self) -> float:
+        return super().elapsed_s - (self._allocator.waited_s - self._waited_before_s)
 
 
 class Placer:

@@ -94,6 +94,10 @@ class Planner:
             for entry in order.kept:
                 self._placer.remember(entry.partition)
 
+    def clock(self, time_limit_s: float) -> Clock:
+        """For what is sought within a time; waits of an allocator that has run out of memory come on top."""
+        return self._allocator_peak.clock(time_limit_s)
+
     def store_all(self) -> Candidate:
         """The plan that recomputes nothing, in the order with the lower peak."""
         return min((self.evaluate(order, range(order.coarse.graph.n)) for order in self.orders), key=_peak)
@@ -146,7 +150,7 @@ class Planner:
         found = self._kept(budget_bytes, time_limit_s)
         if found is not None:
             return found
-        clock = Clock(time_limit_s)
+        clock = self.clock(time_limit_s)
         limit_s = _SEARCH_SHARE * time_limit_s
         found = self.search(budget_bytes, time_limit_s=limit_s, seed=seed, on_progress=on_progress)
         if found is None:
@@ -202,7 +206,7 @@ class Planner:
         """As `find`, but without plans with small peaks."""
         self.forget_peaks()
         bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * time_limit_s)
-        clock = Clock(time_limit_s - bound_limit_s)
+        clock = self.clock(time_limit_s - bound_limit_s)
         target_bytes = budget_bytes
         found = None
         history: tuple[tuple[float, float], ...] = ()

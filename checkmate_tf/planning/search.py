@@ -17,7 +17,6 @@ from checkmate_tf.core.problem import Options, Solution
 from checkmate_tf.core.schedule import SequenceSchedule
 from checkmate_tf.planning.archive import Archive, Entry, joined
 from checkmate_tf.planning.candidate import Candidate
-from checkmate_tf.solvers.base import Clock
 from checkmate_tf.solvers.remote import Point, RemoteSolver
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ class Search:
     def __init__(self, planner: Planner, budget_bytes: int, time_limit_s: float, seed: int, on_progress):
         self._planner = planner
         self._budget = budget_bytes
-        self._clock = Clock(time_limit_s)
+        self._clock = planner.clock(time_limit_s)
         self._seed = seed
         self._on_progress = on_progress
         self.best: Candidate | None = None

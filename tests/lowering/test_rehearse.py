@@ -318,6 +318,30 @@ def test_memory_that_is_smaller_than_a_part_is_not_divided():
     assert run(TOO_FAR, PLAIN_BFC)["peak"] == 20 << 20
 
 
+LITTLE_ROOM = """
+import time
+from checkmate_tf.lowering.arena import make_room
+MIB = 1 << 20
+grown = [rehearse.empty(size * MIB) for size in (100, 200, 150)]  # in regions that are never given back
+del grown
+rooms, seconds = [], []
+for nbytes in (2000 * MIB, 2000 * MIB, 50 * MIB):
+    start = time.perf_counter()
+    rooms.append(make_room("CPU:0", nbytes, []))
+    seconds.append(time.perf_counter() - start)
+observed = allocator.BfcAllocator(rehearse.allocator_config(), rehearse.observe())
+report(rooms=rooms, seconds=seconds, largest=observed.largest_free_bytes)
+"""
+
+
+@pytest.mark.slow  # the allocator waits 10 s for memory before it gives up, twice
+def test_what_regions_leave_of_a_limit_is_made_one_block():
+    found = run(LITTLE_ROOM, PLAIN_BFC)
+    assert 200 << 20 < found["rooms"][0] == found["largest"] < 900 << 20
+    assert found["rooms"] == [found["largest"], found["largest"], 50 << 20]
+    assert found["seconds"][0] > 9 > 2 > max(found["seconds"][1:]), "it is asked for more than there is once"
+
+
 NO_ROOM_BEHIND = """
 import time
 from checkmate_tf.lowering import device, dividers
