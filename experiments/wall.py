@@ -4,7 +4,8 @@
     python experiments/wall.py --models "small U-Net" --steps 12
 
 Limits go in equal steps from just above plain Keras's peak to below the least budget that `minimum_budget` names; the
-budget is the limit less a margin. Each runs in a process of its own, as the limit belongs to the process. A model
+budget is the limit less a margin. Each runs in a process of its own, as the limit belongs to the process, and the
+allocator takes all of it as one block at first, as a GPU's does. A model
 "trained" there within its budget; it trained, but some step was "over" the budget and it was planned again; it was
 "refused" before its first step with its weights as they were; or it is "broken": it ran out of memory, stayed over its
 budget, or had other losses than plain Keras. Rows of other models stay in the file.
@@ -24,6 +25,7 @@ from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 
 MODELS = ("MobileNet 96", "small U-Net", "small Transformer")
 MARGIN = 0.05  # of the budget, between it and the limit: for what planning holds meanwhile, and the batch in the making
+_FIRST_BYTES = 2 << 20  # of the limit, which TensorFlow may have taken before
 BELOW = 0.94  # of the least budget, where the sweep ends
 TRAINING_STEPS = 5
 TIME_LIMIT_S = 10.0
@@ -68,7 +70,7 @@ def free(name: str, cache_dir: str) -> dict:
     return {"plain_peak_bytes": peak, "least_bytes": least, "losses": losses}
 
 
-def walled(name: str, budget_bytes: int, plain_losses: list[float], cache_dir: str) -> dict:
+def walled(name: str, limit_mib: int, budget_bytes: int, plain_losses: list[float], cache_dir: str) -> dict:
     """Within a budget, in a process that has its limit."""
     import numpy as np
     import tensorflow as tf
@@ -77,6 +79,7 @@ def walled(name: str, budget_bytes: int, plain_losses: list[float], cache_dir: s
     from checkmate_tf.errors import CheckmateError
 
     start = time.perf_counter()
+    checkmate_tf.reserve((limit_mib << 20) - _FIRST_BYTES)
     model, data = case(name)
     before = model.get_weights()
     checkmate_tf.compile(model, budget_bytes, time_limit_s=TIME_LIMIT_S, cache_dir=cache_dir, verbose=False)
@@ -123,7 +126,8 @@ def sweep(name: str, steps: int) -> list[dict]:
         for k in range(steps + 1):
             budget = highest - (highest - lowest) * k // steps
             limit_mib = -(-round((1 + MARGIN) * budget) // _MIB)
-            found = in_process(limit_mib, "walled", name, str(budget), json.dumps(without["losses"]), cache_dir)
+            what = name, str(limit_mib), str(budget), json.dumps(without["losses"]), cache_dir
+            found = in_process(limit_mib, "walled", *what)
             rows.append({"model": name, "limit_mib": limit_mib, "budget_bytes": budget, **without, **found})
             print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -141,8 +145,8 @@ def main() -> int:
         if kind == "free":
             send_rows([free(name, *rest)])
         else:
-            budget, losses, cache_dir = rest
-            send_rows([walled(name, int(budget), json.loads(losses), cache_dir)])
+            limit_mib, budget, losses, cache_dir = rest
+            send_rows([walled(name, int(limit_mib), int(budget), json.loads(losses), cache_dir)])
         return 0
     settings = {"margin": MARGIN, "training_steps": TRAINING_STEPS, "time_limit_s": TIME_LIMIT_S}
     result = ResultFile(args.out, settings, ("model",), KERAS_PACKAGES)

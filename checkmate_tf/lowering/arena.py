@@ -136,3 +136,4 @@ class exact_chunks:
                 size //= 2
             else:
                 self._plugs.append(block)
+            del block  # it may be all of the free block, and there may be no other memory

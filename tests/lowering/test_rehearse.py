@@ -342,6 +342,32 @@ def test_what_regions_leave_of_a_limit_is_made_one_block():
     assert found["seconds"][0] > 9 > 2 > max(found["seconds"][1:]), "it is asked for more than there is once"
 
 
+ALL_THERE_IS = """
+from checkmate_tf.lowering.arena import exact_chunks
+MIB = 1 << 20
+first = rehearse.empty(8 * MIB)  # a region of its own, so that less than what is free is in one piece
+rehearse.reserve(880 * MIB)
+del first
+in_use = lambda: tf.config.experimental.get_memory_info("CPU:0")["current"]
+counted = []
+for units in range(2):  # half of what is left is no whole number of units in one of these: it takes all of it
+    held = rehearse.empty(720 * MIB + units * allocator.UNIT_BYTES)
+    with exact_chunks("CPU:0", 2000 * MIB):
+        before = in_use()
+        block = rehearse.empty(30 * MIB)
+        counted.append(in_use() - before)
+        del block
+    del held
+report(counted=counted)
+"""
+
+
+@pytest.mark.slow  # the allocator waits 10 s for memory before it gives up
+def test_requests_are_exact_in_all_that_a_limit_leaves():
+    """Where the first plug took all of it, there was no memory for the second: ResourceExhaustedError out of `fit`."""
+    assert run(ALL_THERE_IS, PLAIN_BFC)["counted"] == [30 << 20] * 2
+
+
 NO_ROOM_BEHIND = """
 import time
 from checkmate_tf.lowering import device, dividers
