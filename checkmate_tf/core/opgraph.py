@@ -43,6 +43,7 @@ class OpGraph:
             leaner one reads, some of them the op's own from its first run. It makes the first output
             only, the same to the bit; the others stay as the first run made them.
         first_last: Ops that allocate their first output after the others.
+        list_blocks: Tensor -> sizes in bytes of the blocks that it consists of, for a list of tensors.
     """
 
     names: tuple[str, ...]
@@ -61,6 +62,7 @@ class OpGraph:
     pairs: dict[int, int] = dataclasses.field(default_factory=dict)
     again: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     first_last: frozenset[int] = frozenset()
+    list_blocks: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def read_by(self, op: int, *, again: bool) -> tuple[int, ...]:
         """The tensors that an op reads when it runs for the first time, or again."""

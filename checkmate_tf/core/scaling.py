@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -65,12 +66,17 @@ class BatchScaling:
         tensor_bytes = np.maximum(0, np.rint(self.op_graph.tensor_bytes + change)).astype(np.int64)
         factor = np.where(self.grows, rows / self.rows, 1.0)
         workspace = np.rint(self.costs.workspace_bytes * factor).astype(np.int64)
-        blocks = {
-            op: tuple(np.rint(np.multiply(sizes, factor[op])).astype(np.int64).tolist())
-            for op, sizes in self.costs.blocks.items()
+        blocks = {op: _scaled(sizes, factor[op]) for op, sizes in self.costs.blocks.items()}
+        lists = {
+            t: _scaled(sizes, tensor_bytes[t] / max(1, self.op_graph.tensor_bytes[t]))
+            for t, sizes in self.op_graph.list_blocks.items()
         }
         costs = Costs(self.costs.time_s * factor, workspace, self.costs.again_s * factor, self.costs.busy, blocks)
-        return dataclasses.replace(self.op_graph, tensor_bytes=tensor_bytes), costs
+        return dataclasses.replace(self.op_graph, tensor_bytes=tensor_bytes, list_blocks=lists), costs
+
+
+def _scaled(sizes: Sequence[int], factor: float) -> tuple[int, ...]:
+    return tuple(np.rint(np.multiply(sizes, factor)).astype(np.int64).tolist())
 
 
 def one_more_forward_pass(op_graph: OpGraph, costs: Costs) -> float:

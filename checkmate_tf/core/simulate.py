@@ -100,7 +100,7 @@ def simulate(
     owned = graph.owned_bytes.tolist()
     storage = graph.storage.tolist()
     workspace = [0] * graph.n if workspace_bytes is None else np.asarray(workspace_bytes).tolist()
-    buffer_of: dict[tuple[int, int], int] = {}  # (step, owning tensor) -> buffer
+    buffers_of: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (step, owning tensor) -> (buffer, bytes) of each
     home: dict[tuple[int, int], tuple[int, int]] = {}  # (step, tensor) -> (step, owning tensor)
     steps = len(plan)
     in_use = np.zeros(steps, dtype=np.int64)
@@ -126,12 +126,13 @@ def simulate(
             if not owned[t]:
                 continue
             if k == 0 and taken is not None:
-                buffer_of[step, t] = buffer_of.pop(taken)
+                buffers_of[step, t] = buffers_of.pop(taken)
                 dying.discard(taken)
             else:
-                buffer_of[step, t] = buffers
-                events.append((buffers, owned[t], step, t))
-                buffers += 1
+                parts = list(enumerate(graph.list_blocks.get(t, owned[t : t + 1]), buffers))
+                buffers_of[step, t] = parts
+                events += [(buffer, size, step, t) for buffer, size in parts]
+                buffers += len(parts)
                 live += owned[t]
         held[step] = live
         in_use[step] = live + workspace[op]
@@ -142,7 +143,7 @@ def simulate(
             buffers += len(parts)
         for owner in sorted(dying):
             live -= owned[owner[1]]
-            events.append((buffer_of.pop(owner), -owned[owner[1]], step, owner[1]))
+            events += [(buffer, -size, step, owner[1]) for buffer, size in buffers_of.pop(owner)]
     columns = np.array(events, dtype=np.int64).reshape(-1, 4)
     return Memory(in_use, held, *columns.T)
 

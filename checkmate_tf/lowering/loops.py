@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -24,6 +24,7 @@ from checkmate_tf.core.opgraph import CONTROL_FLOW, OpGraph
 from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.rebuild import call_unoptimized
+from checkmate_tf.lowering.scratch import Asked, asked_by, without_outputs
 from checkmate_tf.lowering.single_op import known_value, nbytes, single_op, stand_in
 
 _log = logging.getLogger(__name__)
@@ -41,12 +42,13 @@ class Held:
 
     Attributes:
         time_s: Seconds of one run.
-        held_bytes: What it leaves behind beside its outputs of known size.
+        blocks: Sizes in bytes of the blocks that it leaves behind beside its outputs of known size; one block where
+            only their sum is known.
         workspace_bytes: What it takes at its peak beyond what it leaves behind.
     """
 
     time_s: float
-    held_bytes: int
+    blocks: tuple[int, ...]
     workspace_bytes: int
 
 
@@ -76,7 +78,7 @@ def measure_loops(step: ExtractedStep, device: str) -> dict[int, Held]:
 
 def with_lists(graph: OpGraph, step: ExtractedStep, found: Mapping[int, Held]) -> OpGraph:
     """Gives what an op holds in lists to that of them which is read last."""
-    tensor_bytes, persistent = graph.tensor_bytes.copy(), graph.persistent.copy()
+    tensor_bytes, persistent, list_blocks = graph.tensor_bytes.copy(), graph.persistent.copy(), {}
     last_reader = np.zeros(len(tensor_bytes), dtype=np.int64)
     for op, inputs in enumerate(graph.inputs):
         last_reader[list(inputs)] = op
@@ -84,8 +86,9 @@ def with_lists(graph: OpGraph, step: ExtractedStep, found: Mapping[int, Held]) -
         unsized = _unsized_outputs(step, op)
         if unsized:
             last = max(unsized, key=lambda t: last_reader[t])
-            tensor_bytes[last], persistent[last] = held.held_bytes, False
-    return dataclasses.replace(graph, tensor_bytes=tensor_bytes, persistent=persistent)
+            tensor_bytes[last], persistent[last] = sum(held.blocks), False
+            list_blocks[last] = held.blocks
+    return dataclasses.replace(graph, tensor_bytes=tensor_bytes, persistent=persistent, list_blocks=list_blocks)
 
 
 def _unsized_outputs(step: ExtractedStep, op: int) -> list[int]:
@@ -139,18 +142,34 @@ class _Runs:
         fed = [value for k, value in enumerate(arguments) if k not in known]
         before = devices.in_use_bytes(self._device)
         devices.reset_peak(self._device)
-        start = time.perf_counter()
-        results = call_unoptimized(function, fed)
-        devices.wait(self._device)
-        time_s = time.perf_counter() - start
+        results, time_s, asked = self._seen(lambda: call_unoptimized(function, fed))
         left, peak = devices.in_use_bytes(self._device) - before, devices.peak_bytes(self._device) - before
-        uncounted = devices.uncounted_below_bytes(self._device)
         sizes = [nbytes(t) for t in operation.outputs if _is_sized(t) and t.dtype not in (tf.resource, tf.string)]
-        sized = sum(size for size in sizes if size >= uncounted)
+        sized = devices.counted_bytes(self._device, sizes)
         for tensor, value in zip(operation.outputs, results, strict=True):
             if tensor.name in self._wanted:
                 self._made[tensor.name] = value
-        return Held(time_s, max(0, left - sized), max(0, peak - max(left, sized)))
+        workspace = max(0, peak - max(left, sized))
+        if asked is None:
+            return Held(time_s, (left - sized,) if left > sized else (), workspace)
+        counted = [devices.counted_bytes(self._device, [size]) for size in without_outputs(asked.left, sizes)]
+        return Held(time_s, tuple(filter(None, counted)), min(workspace, asked.peak_bytes - sum(asked.left)))
+
+    def _seen(self, run: Callable[[], list[tf.Tensor]]) -> tuple[list[tf.Tensor], float, Asked | None]:
+        """What an op makes, its seconds, and what it asked of the allocator, or None where that cannot be seen."""
+        seconds: list[float] = []
+        results: list[tf.Tensor] = []
+
+        def timed() -> None:
+            start = time.perf_counter()
+            results[:] = run()
+            devices.wait(self._device)
+            seconds.append(time.perf_counter() - start)
+
+        asked = asked_by(timed, self._device)
+        if not seconds:
+            timed()
+        return results, seconds[-1], asked
 
     def _argument(self, tensor: tf.Tensor) -> tf.Tensor | np.ndarray | None:
         """What to feed: what was made, a known value, or a stand-in; None where none of these will do."""

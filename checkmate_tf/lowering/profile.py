@@ -105,8 +105,9 @@ def profile(
             except tf.errors.OpError as error:
                 _log.debug("cannot profile %s: %s", example[key], error)
                 alone.pop(key, None)
-        for key, blocks in _workspace_blocks(alone, cache.ops, device).items():
-            cache.ops[key] = dataclasses.replace(cache.ops[key], blocks=blocks)
+        with contextlib.suppress(tf.errors.OpError):
+            for key, blocks in _workspace_blocks(alone, cache.ops, device).items():
+                cache.ops[key] = dataclasses.replace(cache.ops[key], blocks=blocks)
         for look in range(1, _LOOKS):
             for k, (key, op) in enumerate(alone.items()):
                 tell(look * len(to_measure) + k)

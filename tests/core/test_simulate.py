@@ -1,5 +1,7 @@
 """The accountant against an independent count from lifetimes, and against the rules for graphs of nodes."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -127,6 +129,18 @@ def test_the_blocks_of_a_workspace_are_asked_for_one_by_one():
     assert one.event_bytes.tolist() == [4, 7, -7, 2, 1, -1, -4, -2]
     assert several.event_bytes.tolist() == [4, 5, 2, -5, -2, 2, 1, -1, -4, -2]
     assert several.event_buffer.tolist() == [0, 1, 2, 1, 2, 3, 4, 4, 0, 3]
+
+
+def test_the_blocks_of_a_list_come_and_go_together():
+    made = Builder()
+    (a,) = made.add(makes=[6])
+    made.add([a], [2])
+    graph = dataclasses.replace(made.build(), list_blocks={a: (1, 2, 3)})
+    memory = simulate(graph, compile_plan(graph, [0, 1]))
+    assert memory.in_use_bytes.tolist() == [6, 8]
+    assert memory.event_bytes.tolist() == [1, 2, 3, 2, -1, -2, -3, -2]
+    assert memory.event_tensor.tolist() == [a, a, a, 1, a, a, a, 1]
+    assert memory.event_buffer.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 def test_persistent_storage_and_empty_tensors_are_free():

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from checkmate_tf.lowering.memory_trace import MemoryEvent
-from checkmate_tf.lowering.scratch import _at_peak, blocks_of, without_outputs
+from checkmate_tf.lowering.scratch import Asked, asked_by, blocks_of, without_outputs
 
 MIB = 1 << 20
 
@@ -14,9 +14,20 @@ def events(*changes):
 
 
 def test_the_peak_holds_what_was_not_given_back():
-    assert _at_peak(events((0, 4), (1, 5), (1, -5), (2, 3), (3, 3), (2, -3), (4, 1))) == [4, 3, 3]
-    assert _at_peak(events((7, -9), (0, 4))) == [4], "a buffer that is older than the op"
-    assert _at_peak([]) == []
+    seen = Asked.of(events((0, 4), (1, 5), (1, -5), (2, 3), (3, 3), (2, -3), (4, 1)))
+    assert (seen.at_peak, seen.left, seen.peak_bytes) == ((4, 3, 3), (4, 3, 1), 10)
+    assert Asked.of(events((7, -9), (0, 4))).at_peak == (4,), "a buffer that is older than the op"
+    assert Asked.of([]) == Asked((), ())
+
+
+def test_what_outlives_a_run_is_left():
+    kept = []
+
+    def run():
+        kept.append(tf.zeros((512, 512)))
+        kept.append(tf.reduce_sum(tf.zeros((1024, 512))) + kept[0])
+
+    assert sorted(asked_by(run, "CPU:0").left)[-2:] == [MIB, MIB]
 
 
 def test_outputs_are_no_workspace():
@@ -35,7 +46,7 @@ def test_each_op_is_told_from_the_next():
         },
         "CPU:0",
     )
-    assert seen == {"Exp": [MIB], "Sin": [2 * MIB]}
+    assert seen == {"Exp": (MIB,), "Sin": (2 * MIB,)}
 
 
 def test_nothing_is_seen_where_nothing_is_asked_for():
