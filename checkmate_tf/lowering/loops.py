@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -24,7 +24,7 @@ from checkmate_tf.core.opgraph import CONTROL_FLOW, OpGraph
 from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.rebuild import call_unoptimized
-from checkmate_tf.lowering.scratch import Asked, asked_by, without_outputs
+from checkmate_tf.lowering.scratch import asked_by, without_outputs
 from checkmate_tf.lowering.single_op import known_value, nbytes, single_op, stand_in
 
 _log = logging.getLogger(__name__)
@@ -140,9 +140,17 @@ class _Runs:
         known = {k: v for k, v in enumerate(arguments) if isinstance(v, np.ndarray)}
         function = single_op(node, operation, known, library=self._library)
         fed = [value for k, value in enumerate(arguments) if k not in known]
+        start = time.perf_counter()
+        call_unoptimized(function, fed)  # what is watched takes longer
+        devices.wait(self._device)
+        time_s = time.perf_counter() - start
         before = devices.in_use_bytes(self._device)
         devices.reset_peak(self._device)
-        results, time_s, asked = self._seen(lambda: call_unoptimized(function, fed))
+        results: list[tf.Tensor] = []
+        asked = asked_by(lambda: results.extend(call_unoptimized(function, fed)), self._device)
+        if asked is None and not results:
+            results += call_unoptimized(function, fed)
+        devices.wait(self._device)
         left, peak = devices.in_use_bytes(self._device) - before, devices.peak_bytes(self._device) - before
         sizes = [nbytes(t) for t in operation.outputs if _is_sized(t) and t.dtype not in (tf.resource, tf.string)]
         sized = devices.counted_bytes(self._device, sizes)
@@ -154,22 +162,6 @@ class _Runs:
             return Held(time_s, (left - sized,) if left > sized else (), workspace)
         counted = [devices.counted_bytes(self._device, [size]) for size in without_outputs(asked.left, sizes)]
         return Held(time_s, tuple(filter(None, counted)), min(workspace, asked.peak_bytes - sum(asked.left)))
-
-    def _seen(self, run: Callable[[], list[tf.Tensor]]) -> tuple[list[tf.Tensor], float, Asked | None]:
-        """What an op makes, its seconds, and what it asked of the allocator, or None where that cannot be seen."""
-        seconds: list[float] = []
-        results: list[tf.Tensor] = []
-
-        def timed() -> None:
-            start = time.perf_counter()
-            results[:] = run()
-            devices.wait(self._device)
-            seconds.append(time.perf_counter() - start)
-
-        asked = asked_by(timed, self._device)
-        if not seconds:
-            timed()
-        return results, seconds[-1], asked
 
     def _argument(self, tensor: tf.Tensor) -> tf.Tensor | np.ndarray | None:
         """What to feed: what was made, a known value, or a stand-in; None where none of these will do."""
