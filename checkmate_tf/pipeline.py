@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -38,7 +39,8 @@ _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room
 _MORE_ROOM_BYTES = 256 << 20  # where this much is left of a free block, a request gets no more of it than it asked for
 _CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops; up to 9 KB were seen
 _LARGE_CONSTANT_BYTES = 1 << 10  # smaller ones find room in holes that no tensor fits
-_MORE_SCALARS, _LEAST_SCALARS = 1.25, 16  # times those that the unmodified step has at once: a plan may have more
+_MORE_SMALL, _LEAST_SCALARS = 1.25, 16  # times those that the unmodified step has at once: a plan may have more
+_SMALL_BYTES = 64 << 10  # tensors of up to that have seats
 _SEATS = 0.005  # of the tensors of the step that recomputes nothing: what the blocks between seats may take, twice
 _OWN_OPS = "the model's own ops need less here than their equivalents: none of these is taken."
 _BUILD_BYTES = 32 << 10  # what is made between planning and the first run: the function's own tensors
@@ -91,9 +93,9 @@ class ProfiledStep:
         self.reserve_bytes = _BUILD_BYTES + self._beside_bytes  # added to every predicted peak
         plain = simulate(extracted.op_graph, compile_plan(extracted.op_graph, range(extracted.op_graph.n)))
         self._room_bytes = int(_ROOM * plain.peak_bytes) + _MORE_ROOM_BYTES
-        self._scalars = sum(size <= UNIT_BYTES for size in constants)  # held by a function of its own
-        self._scalars += round(_MORE_SCALARS * plain.most_at_once(UNIT_BYTES)) + _LEAST_SCALARS
         self._most_seats_bytes = int(_SEATS * plain.peak_bytes)
+        scalars = sum(size <= UNIT_BYTES for size in constants) + _LEAST_SCALARS  # held by a function of its own
+        self._small = _small_seats(plain, scalars, self._most_seats_bytes)
         self._fed_bytes = [leaf.shape.num_elements() * leaf.dtype.size for leaf in _leaves(spec)]
         self.batch_bytes = sum(self._fed_bytes)
         self.reserve_bytes += self.seats().nbytes
@@ -197,8 +199,8 @@ class ProfiledStep:
         return dividers.divide(partition, self.device)
 
     def seats(self) -> Seats:
-        """Seats for batches, one for each state of memory, and for the scalars of the step."""
-        return Seats(self._fed_bytes * STATES, self._scalars, self.device, self._most_seats_bytes)
+        """Seats for batches, one for each state of memory, and for the small tensors of the step."""
+        return Seats(self._fed_bytes * STATES, self._small, self.device, self._most_seats_bytes)
 
     def op_graph_at(self, spec) -> OpGraph:
         """The step traced for another argument, without measured storage."""
@@ -315,6 +317,14 @@ class _Phase:
         seconds = time.perf_counter() - self._start
         self._phases_s[self._name] = self._phases_s.get(self._name, 0.0) + seconds
         self._settings.progress(self._name, 1.0)
+
+
+def _small_seats(plain: Memory, scalars: int, most_bytes: int) -> list[int]:
+    """Sizes of seats for small tensors, the smallest first, which take no more than so much in all."""
+    sizes = [UNIT_BYTES] * scalars
+    for size, count in plain.most_at_once(_SMALL_BYTES, UNIT_BYTES).items():
+        sizes += [size] * round(_MORE_SMALL * count)
+    return [size for size, total in zip(sizes, itertools.accumulate(sizes), strict=True) if total <= most_bytes]
 
 
 def _leaves(spec) -> list[tf.TensorSpec]:

@@ -116,7 +116,7 @@ class PlannedStep:
             self._profiled.ready_to_run()
             self._seats.take()
             data = batch and seat(batch, self._profiled.device)
-            self._seats.take_for_scalars()
+            self._seats.take_for_small()
             self._take_plan_for_now(must_keep_budget=not self._replans)
         else:
             data = batch and batch.pop()
@@ -146,7 +146,7 @@ class PlannedStep:
             return
         if not found.runs_as(self.candidate):
             self._build(found)  # what its function holds moves memory once more
-            self._seats.take_for_scalars()
+            self._seats.take_for_small()
             found = self._plan_for_now() or found
         self._build(found)
 

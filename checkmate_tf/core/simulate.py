@@ -72,10 +72,16 @@ class Memory:
         """Largest number of bytes in use, as such an allocator counts."""
         return int(self.counted_bytes(uncounted_below_bytes).max(initial=0))
 
-    def most_at_once(self, most_bytes: int) -> int:
-        """Largest number of buffers of up to that size that are in use at once."""
-        small = self.event_bytes[np.abs(self.event_bytes) <= most_bytes]
-        return int(np.cumsum(np.sign(small)).max(initial=0))
+    def most_at_once(self, most_bytes: int, unit_bytes: int) -> dict[int, int]:
+        """Size in whole units, the smallest first -> largest number of buffers of it in use at once.
+
+        Args:
+            most_bytes: Larger ones are left out.
+            unit_bytes: Sizes are rounded up to multiples of this.
+        """
+        sizes = -(-np.abs(self.event_bytes) // unit_bytes) * unit_bytes
+        small = np.unique(sizes[sizes <= most_bytes]).tolist()
+        return {size: int(np.cumsum(np.sign(self.event_bytes[sizes == size])).max()) for size in small}
 
 
 def simulate(

@@ -1,9 +1,10 @@
-"""Seats for batches and scalars: free chunks of just their sizes, each between small blocks that are held.
+"""Seats for batches and small tensors: free chunks of just their sizes, each between small blocks that are held.
 
 TensorFlow's best-fit allocator gives a request the smallest free chunk that holds it. So as long as a seat is free a
 batch comes to lie in one, counts as what it is, and leaves all other memory as a plan has found it. Without seats it
 lies where there happens to be room, and a plan's peak differs from step to step. So do scalars that outlive a step
-(counters, seeds of dropout, the loss): each divides a large chunk.
+(counters, seeds of dropout, the loss) and small tensors in one (statistics, gradients of biases): each divides a large
+chunk, and which one hangs on details that no simulation has.
 """
 
 from __future__ import annotations
@@ -29,42 +30,43 @@ class Seats:
 
     Args:
         sizes: Bytes of each tensor of the batches.
-        scalars: Number of seats for tensors of up to 256 bytes, if the device counts those.
+        small: Bytes of each seat for small tensors, if the device counts those.
         device: Device that will have them.
-        most_bytes: What the blocks may take: once for batches, and once for scalars. There are no seats where that
-            is too little.
+        most_bytes: What the blocks may take: once for batches, and once for small tensors. There are no seats where
+            that is too little.
 
     Attributes:
         nbytes: What the blocks take.
     """
 
-    def __init__(self, sizes: Sequence[int], scalars: int, device: str, most_bytes: int):
+    def __init__(self, sizes: Sequence[int], small: Sequence[int], device: str, most_bytes: int):
         self._device = device
         uncounted = uncounted_below_bytes(device)
         # The first part keeps the first seat from growing into what is in front of it.
         parts = [max(_LEAST_BYTES, uncounted), *(size for size in sizes if size >= _LEAST_BYTES)]
         between = counted_bytes(device, [divider_bytes(size, uncounted) for size in parts])
         self._parts = parts if len(parts) > 1 and between <= most_bytes else []
-        blocks = scalars + 1
-        self._scalars = scalars if uncounted <= UNIT_BYTES and UNIT_BYTES * blocks <= most_bytes else 0
-        self.nbytes = (between if self._parts else 0) + (UNIT_BYTES * blocks if self._scalars else 0)
+        blocks_bytes = UNIT_BYTES * (len(small) + 1)
+        self._small = list(small) if uncounted <= UNIT_BYTES and blocks_bytes <= most_bytes else []
+        self.nbytes = (between if self._parts else 0) + (blocks_bytes if self._small else 0)
         self._blocks: list[tf.Tensor] = []
-        self._scalar_blocks: list[tf.Tensor] = []
+        self._small_blocks: list[tf.Tensor] = []
 
     def take(self) -> None:
         """Makes seats for batches anew."""
         self._blocks.clear()
-        self._scalar_blocks.clear()
+        self._small_blocks.clear()
         if self._parts:
             with exact_chunks(self._device, _ROOM * sum(self._parts)):
                 self._blocks = divide(self._parts, self._device)
 
-    def take_for_scalars(self) -> None:
-        """Makes seats for scalars anew; none where memory runs out."""
-        self._scalar_blocks.clear()
-        if self._scalars:
+    def take_for_small(self) -> None:
+        """Makes seats for small tensors anew; none where memory runs out."""
+        self._small_blocks.clear()
+        if self._small:
             with tf.device(self._device), contextlib.suppress(tf.errors.ResourceExhaustedError):
-                self._scalar_blocks = [empty(UNIT_BYTES) for _ in range(2 * self._scalars + 1)][::2]
+                between = [(empty(size), empty(UNIT_BYTES)) for size in (UNIT_BYTES, *self._small)]
+                self._small_blocks = [block for _, block in between]
 
 
 def seat(batch: list, device: str):

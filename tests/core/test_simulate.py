@@ -143,6 +143,17 @@ def test_the_blocks_of_a_list_come_and_go_together():
     assert memory.event_buffer.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
+def test_buffers_of_a_size_are_counted_where_they_are_most():
+    made = Builder()
+    a, b = made.add(makes=[3, 4])
+    made.add([a], [9])
+    made.add([b], [1])
+    graph = made.build()
+    memory = simulate(graph, compile_plan(graph, range(3)))
+    assert memory.most_at_once(8, 4) == {4: 2}
+    assert memory.most_at_once(12, 1) == {1: 1, 3: 1, 4: 1, 9: 1}
+
+
 def test_persistent_storage_and_empty_tensors_are_free():
     made = Builder()
     variable = made.hold(100)

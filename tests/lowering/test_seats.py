@@ -35,12 +35,12 @@ values = [batch[0].numpy().tolist(), held[0].numpy().tolist()]
 del pieces[::2]  # free chunks in which a request of 6 MiB would count as 8 and more
 sizes = [6 * MIB, 2 * MIB, 100] * 2
 for most_bytes in (1000, 8 * MIB):
-    seats = Seats(sizes, 3, "CPU:0", most_bytes)
+    seats = Seats(sizes, [256, 256, 700], "CPU:0", most_bytes)
     before = in_use_bytes("CPU:0")
     seats.take()
     for_batches = in_use_bytes("CPU:0") - before
     before = in_use_bytes("CPU:0")
-    seats.take_for_scalars()
+    seats.take_for_small()
     found[str(most_bytes)] = [seats.nbytes, for_batches, in_use_bytes("CPU:0") - before]
 for name, count in (("two", 2), ("three", 3)):
     before = in_use_bytes("CPU:0")
