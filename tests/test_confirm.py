@@ -61,7 +61,7 @@ def stubbed(soon, later, *, confirmed=lambda _: None):
         phase=lambda _: contextlib.nullcontext(),
         build=lambda candidate: ("function of", candidate),
         divide=lambda _: [],
-        seats=lambda: SimpleNamespace(take=lambda: None, take_for_scalars=lambda: None),
+        seats=lambda: SimpleNamespace(take=lambda: None, take_for_small=lambda: None),
     )
     return PlannedStep(profiled, 100, plan(1.0), None), asked
 
