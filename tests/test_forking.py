@@ -72,6 +72,19 @@ def test_a_plan_that_forks_has_room_for_an_order_that_was_not_tried():
     assert not forks_within(chain.peak_bytes + 29)
 
 
+def test_a_plan_does_not_fork_where_memory_has_run_out_since():
+    """TypeError out of `fit` near a hard limit: the allocator refused plans that it had had room for."""
+    plans = branched(0)
+    chain = plans.plan(1 << 40, time_limit_s=2)
+
+    def report(memory, partition, *states):
+        return chain.peak_bytes if states else None  # states are asked for where forks are chosen
+
+    found = forked(chain, 2 * chain.peak_bytes, report)
+    assert found.forks == ()
+    assert found.peak_bytes == chain.peak_bytes
+
+
 def test_a_fork_that_takes_more_costs_no_other_one():
     ops = {"out_0": ((), MIB)}
     for k in range(1, 6):

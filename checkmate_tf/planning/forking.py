@@ -68,6 +68,8 @@ def forked(
         return chain
     validate_forks(graph, plan, forks)
     peaks = [chain.peak_bytes, *(allocator_peak(order, chain.partition) for order in in_some_orders(forks))]
+    if None in peaks:  # near a hard limit: memory ran out for others of their size since
+        return chain
     return dataclasses.replace(chain, forks=tuple(forks), peak_bytes=int(np.median(peaks)))
 
 
