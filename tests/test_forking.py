@@ -85,6 +85,14 @@ def test_a_plan_does_not_fork_where_memory_has_run_out_since():
     assert found.peak_bytes == chain.peak_bytes
 
 
+def test_an_allocator_that_has_run_out_of_memory_is_asked_about_no_other_forks():
+    plans = branched(0)
+    chain = plans.plan(1 << 40, time_limit_s=2)
+    asked = []
+    assert forked(chain, 2 * chain.peak_bytes, lambda *_: asked.append(1)).forks == ()
+    assert len(asked) == 1
+
+
 def test_a_fork_that_takes_more_costs_no_other_one():
     ops = {"out_0": ((), MIB)}
     for k in range(1, 6):

@@ -21,6 +21,10 @@ _LEAST_SAVED = 0.02  # of a plan's time by all forks, at best: to run lanes at a
 _MOST_ASKED = 32  # answers of the device's allocator about parts of the forks
 
 
+class _RanOutError(Exception):
+    """The allocator has no room for some order."""
+
+
 def forked(
     candidate: Candidate, budget_bytes: int, allocator_peak: AllocatorPeak, *, uncounted_below_bytes: int = 0
 ) -> Candidate:
@@ -54,21 +58,27 @@ def forked(
         rng = np.random.default_rng(_SEED)
         return (trial.in_some_order(forks, rng) for _ in range(_ORDERS))
 
+    def peak_of(order: Memory, *states: int) -> int:
+        peak = allocator_peak(order, chain.partition, *states)
+        if peak is None:
+            raise _RanOutError
+        return peak
+
     def keep_budget(forks: list[Fork]) -> bool:
         peaks = []
         for order in in_some_orders(forks):
-            peak = allocator_peak(order, chain.partition, STATES, budget_bytes + 1)
-            if peak is None or peak > budget_bytes:
+            peaks.append(peak_of(order, STATES, budget_bytes + 1))
+            if peaks[-1] > budget_bytes:
                 return False
-            peaks.append(peak)
         return max(peaks) + _UNSEEN * (max(peaks) - min(peaks)) <= budget_bytes
 
-    forks = _most(candidate.forks or trial.harmless(possible), keep_budget)
-    if not _save_enough(forks, chain):
-        return chain
-    validate_forks(graph, plan, forks)
-    peaks = [chain.peak_bytes, *(allocator_peak(order, chain.partition) for order in in_some_orders(forks))]
-    if None in peaks:  # near a hard limit: memory ran out for others of their size since
+    try:
+        forks = _most(candidate.forks or trial.harmless(possible), keep_budget)
+        if not _save_enough(forks, chain):
+            return chain
+        validate_forks(graph, plan, forks)
+        peaks = [chain.peak_bytes, *(peak_of(order) for order in in_some_orders(forks))]
+    except _RanOutError:  # near a hard limit, where each such answer takes the allocator ten seconds
         return chain
     return dataclasses.replace(chain, forks=tuple(forks), peak_bytes=int(np.median(peaks)))
 
