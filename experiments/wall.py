@@ -5,10 +5,10 @@
 
 Limits go in equal steps from just above plain Keras's peak to below the least budget that `minimum_budget` names; the
 budget is the limit less a margin. Each runs in a process of its own, as the limit belongs to the process, and the
-allocator takes all of it as one block at first, as a GPU's does. A model
-"trained" there within its budget; it trained, but some step was "over" the budget and it was planned again; it was
-"refused" before its first step with its weights as they were; or it is "broken": it ran out of memory, stayed over its
-budget, or had other losses than plain Keras. Rows of other models stay in the file.
+allocator takes all of it as one block at first, as a GPU's does. A model "trained" there within its budget; it trained,
+but some step was "over" the budget and it was planned again; it was "refused" before its first step with its weights as
+they were; or it is "broken": it ran out of memory, stayed over its budget, or had other losses than plain Keras. Rows
+of other models stay in the file.
 """
 
 from __future__ import annotations

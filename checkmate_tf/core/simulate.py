@@ -106,7 +106,7 @@ def simulate(
     owned = graph.owned_bytes.tolist()
     storage = graph.storage.tolist()
     workspace = [0] * graph.n if workspace_bytes is None else np.asarray(workspace_bytes).tolist()
-    buffers_of: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (step, owning tensor) -> (buffer, bytes) of each
+    buffer_of: dict[tuple[int, int], int] = {}  # (step, owning tensor) -> buffer, the first where it has several
     home: dict[tuple[int, int], tuple[int, int]] = {}  # (step, tensor) -> (step, owning tensor)
     steps = len(plan)
     in_use = np.zeros(steps, dtype=np.int64)
@@ -114,7 +114,7 @@ def simulate(
     events: list[tuple[int, int, int, int]] = []
     buffers = live = 0
     repeats = plan.instance > 0
-    blocks = blocks or {}
+    blocks, lists = blocks or {}, graph.list_blocks
     for step, (op, sources) in enumerate(zip(plan.ops.tolist(), plan.sources, strict=True)):
         inputs, outputs = graph.read_by(op, again=repeats[step]), graph.made_by(op, again=repeats[step])
         owners = [home[source, t] for source, t in zip(sources, inputs, strict=True)]
@@ -132,24 +132,33 @@ def simulate(
             if not owned[t]:
                 continue
             if k == 0 and taken is not None:
-                buffers_of[step, t] = buffers_of.pop(taken)
+                buffer_of[step, t] = buffer_of.pop(taken)
                 dying.discard(taken)
             else:
-                parts = list(enumerate(graph.list_blocks.get(t, owned[t : t + 1]), buffers))
-                buffers_of[step, t] = parts
-                events += [(buffer, size, step, t) for buffer, size in parts]
-                buffers += len(parts)
+                buffer_of[step, t] = buffers
+                if t in lists:
+                    events += [(buffer, size, step, t) for buffer, size in enumerate(lists[t], buffers)]
+                    buffers += len(lists[t])
+                else:
+                    events.append((buffers, owned[t], step, t))
+                    buffers += 1
                 live += owned[t]
         held[step] = live
         in_use[step] = live + workspace[op]
-        if workspace[op] > 0:
-            parts = list(enumerate(blocks.get(op, workspace[op : op + 1]), buffers))
-            events += [(buffer, size, step, _WORKSPACE) for buffer, size in parts]
-            events += [(buffer, -size, step, _WORKSPACE) for buffer, size in parts]
-            buffers += len(parts)
+        if op in blocks:
+            events += [(buffer, size, step, _WORKSPACE) for buffer, size in enumerate(blocks[op], buffers)]
+            events += [(buffer, -size, step, _WORKSPACE) for buffer, size in enumerate(blocks[op], buffers)]
+            buffers += len(blocks[op])
+        elif workspace[op] > 0:
+            events += [(buffers, workspace[op], step, _WORKSPACE), (buffers, -workspace[op], step, _WORKSPACE)]
+            buffers += 1
         for owner in sorted(dying):
             live -= owned[owner[1]]
-            events += [(buffer, -size, step, owner[1]) for buffer, size in buffers_of.pop(owner)]
+            first, t = buffer_of.pop(owner), owner[1]
+            if t in lists:
+                events += [(buffer, -size, step, t) for buffer, size in enumerate(lists[t], first)]
+            else:
+                events.append((first, -owned[t], step, t))
     columns = np.array(events, dtype=np.int64).reshape(-1, 4)
     return Memory(in_use, held, *columns.T)
 

@@ -85,10 +85,10 @@ class Reluctant:
         asked_s = time.perf_counter() - began_s
         if peak is None and asked_s > _WAITED_S:
             self.waited_s += asked_s
-        if peak is None and not partition and asked_s > _WAITED_S:
-            self._times += 1
-            self._refused = min(self._refused, memory.peak_bytes)
-            self._too_large = memory.peak_bytes * (1 - _NEARLY * 2**self._times)
+            if not partition:
+                self._times += 1
+                self._refused = min(self._refused, memory.peak_bytes)
+                self._too_large = memory.peak_bytes * (1 - _NEARLY * 2**self._times)
         return peak
 
 

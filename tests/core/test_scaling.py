@@ -1,5 +1,7 @@
 """Steps at other batch sizes: what grows, and by how much."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from random_graphs import Builder
@@ -41,6 +43,14 @@ def test_ops_that_touch_what_grows_take_proportionally_longer(scaling):
     _, scaled = scaling.at(12)
     np.testing.assert_allclose(scaled.time_s, [3.0, 2.0, 9.0, 12.0, 5.0])
     np.testing.assert_array_equal(scaled.workspace_bytes, [12, 4, 12, 12, 4])
+
+
+def test_blocks_grow_as_what_they_make_up():
+    graph = dataclasses.replace(step(4), list_blocks={0: (30, 10), 1: (3, 4)})
+    measured = dataclasses.replace(costs(graph), blocks={0: (1, 3), 1: (2, 2)})
+    graph, scaled = BatchScaling.between(graph, measured, 4, step(8), 8).at(12)
+    assert scaled.blocks == {0: (3, 9), 1: (2, 2)}
+    assert graph.list_blocks == {0: (90, 30), 1: (3, 4)}
 
 
 def test_at_its_own_size_nothing_changes(scaling):

@@ -8,8 +8,11 @@ import os
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from checkmate_tf.pipeline import _small_seats
 
 ROOT = pathlib.Path(__file__).parents[2]
 ALLOCATORS = {
@@ -130,6 +133,13 @@ def test_a_step_takes_as_much_each_time_and_what_was_predicted(allocator):
     assert max(found["peaks"]) <= found["budget"]
     assert max(found["peaks"]) - min(found["peaks"]) <= 0.001 * found["predicted"]
     assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.01)
+
+
+def test_small_tensors_have_seats_of_their_sizes_the_smallest_first():
+    plain = SimpleNamespace(most_at_once=lambda *_: {256: 4, 512: 2, 1024: 8})
+    seats = [256] * (3 + 5) + [512] * 2 + [1024] * 10
+    assert _small_seats(plain, 3, 1 << 20) == seats
+    assert _small_seats(plain, 3, sum(seats) - 1) == seats[:-1], "no more than so much in all"
 
 
 def run(body: str, settings: dict[str, str]) -> dict:
