@@ -141,6 +141,7 @@ class ProfiledStep:
             base_bytes=self.base_bytes + more_bytes,
             allocator_peak=functools.partial(self.allocator_peak, more_bytes=more_bytes),
             uncounted_below_bytes=devices.uncounted_below_bytes(self.device),
+            limit_bytes=devices.limit_bytes(self.device),
             strategy=strategy,
             archive_dir=archive_dir,
             rearrange=self.tidy,

@@ -30,7 +30,7 @@ def branched_step() -> OpGraph:
     )
 
 
-def branched(more_bytes: int, busy: float = 0.5) -> Planner:
+def branched(more_bytes: int, busy: float = 0.5, limit_bytes: int | None = None) -> Planner:
     """A planner of the branched step; orders other than the chain's take some memory more."""
 
     def report(memory, *_):
@@ -39,7 +39,7 @@ def branched(more_bytes: int, busy: float = 0.5) -> Planner:
 
     graph = branched_step()
     costs = Costs(np.ones(graph.n), np.zeros(graph.n, np.int64), busy=np.full(graph.n, busy))
-    return Planner(graph, costs, base_bytes=BASE, allocator_peak=report)
+    return Planner(graph, costs, base_bytes=BASE, allocator_peak=report, limit_bytes=limit_bytes)
 
 
 def test_a_plan_forks_where_every_order_keeps_the_budget():
@@ -70,6 +70,17 @@ def test_a_plan_that_forks_has_room_for_an_order_that_was_not_tried():
 
     assert forks_within(chain.peak_bytes + 30)
     assert not forks_within(chain.peak_bytes + 29)
+
+
+def test_a_plan_does_not_fork_near_the_limit_of_its_device():
+    """A Transformer with a twentieth between its budget and the limit ran out of memory in some order of its lanes."""
+    budget = 40 * MIB
+    plans = branched(0, limit_bytes=50 * MIB)
+    chain = plans.plan(budget, time_limit_s=2)
+    found = plans.forked(chain, budget)
+    assert found.forks
+    for candidate in (chain, found):
+        assert plans.forked(candidate, budget + 1).forks == ()
 
 
 def test_a_plan_does_not_fork_where_memory_has_run_out_since():

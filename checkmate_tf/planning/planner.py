@@ -43,6 +43,7 @@ _NEAR_MINIMUM = (1.01, 1.04)  # times the smallest inner budget
 _NEAR_LIMIT_S, _NEAR_GAP = 3.0, 0.05
 _MOST_CONFIRMATIONS = 4
 _BOUND_LIMIT_S, _BOUND_SHARE = 4.0, 0.05  # for the bound of a plan that no solver was asked for; of the time limit
+_ROOM_FOR_FORKS = 1.25  # times the budget: lanes may take more in an order that was not foreseen, by some percents
 _PLACED_SMALL = 1.005  # times its tensors: a peak that is small enough for a small plan
 
 
@@ -55,6 +56,7 @@ class Planner:
         base_bytes: What the device holds before the step: variables, optimizer slots, the batch.
         allocator_peak: As for `Placer`.
         uncounted_below_bytes: Smaller requests are in no statistics of the allocator.
+        limit_bytes: Most that the device hands out, or None where that is not known.
         strategy: Name of the solver.
         archive_dir: Folder of the schedules that are kept for a later run, or None.
         rearrange: Moves what the device holds, as compiling the step once more will.
@@ -71,6 +73,7 @@ class Planner:
         base_bytes: int,
         allocator_peak: AllocatorPeak,
         uncounted_below_bytes: int = 0,
+        limit_bytes: int | None = None,
         strategy: str = "auto",
         archive_dir: str | None = None,
         rearrange: Callable[[], None] = lambda: None,
@@ -80,6 +83,7 @@ class Planner:
         self._allocator_peak = Reluctant(allocator_peak)
         self._placer = Placer(self._allocator_peak)
         self._uncounted_below_bytes = uncounted_below_bytes
+        self._limit_bytes = np.inf if limit_bytes is None else limit_bytes
         self._placements: dict[tuple[Memory, int], Placement] = {}
         self._strategy = strategy
         self._rearrange = rearrange
@@ -273,7 +277,13 @@ class Planner:
         return self._certified(confirmed, bound_limit_s)
 
     def forked(self, candidate: Candidate, budget_bytes: int) -> Candidate:
-        """As `forking.forked`, for a plan that is confirmed."""
+        """As `forking.forked`, for a plan that is confirmed; but near the device's limit it stays a chain.
+
+        An order of the lanes that takes more than the budget is seen and planned again; one that takes more than there
+        is ends the training.
+        """
+        if _ROOM_FOR_FORKS * budget_bytes > self._limit_bytes:
+            return dataclasses.replace(candidate, forks=())
         return forked(candidate, budget_bytes, self._allocator_peak, uncounted_below_bytes=self._uncounted_below_bytes)
 
     def placed(self, candidate: Candidate, budget_bytes: int) -> Candidate:
