@@ -96,6 +96,15 @@ def test_a_budget_that_only_the_allocator_breaks_is_not_called_proven():
     assert caught.value.best_peak_bytes > BASE + 64 * MIB
 
 
+def test_a_plan_for_which_the_device_has_no_place_is_not_called_too_large():
+    """A budget above the one that the message named was refused."""
+    plans = planner(lambda _: None)
+    budget = plans.tensor_peak(plans.store_all())
+    with pytest.raises(NoScheduleFound, match="its allocator finds no place for it") as caught:
+        plans.plan(budget, time_limit_s=2)
+    assert caught.value.best_peak_bytes <= budget
+
+
 def test_memory_that_runs_out_for_some_plans_does_not_stop_the_search():
     limit = BASE + 8 * MIB
     plans = planner(lambda nbytes: None if nbytes > limit else nbytes)
@@ -111,29 +120,6 @@ def test_what_the_device_held_when_the_step_was_profiled_keeps_its_room():
     assert plans.tensor_peak(candidate) <= budget
 
 
-def test_an_allocator_that_waited_for_memory_is_not_asked_about_plans_as_large(monkeypatch):
-    """At a hard limit each such answer takes ten seconds: one plan took five minutes to find."""
-    now, asked = [0.0], []
-
-    def report(memory, *_):
-        asked.append(memory.peak_bytes)
-        now[0] += 10.0 if memory.peak_bytes > 900 else 0.1
-        return None if memory.peak_bytes > 900 else memory.peak_bytes
-
-    monkeypatch.setattr(partition, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    allocator = partition.Reluctant(report)
-    sizes = [1000, *range(1000, 800, -1)]
-    answers = [allocator(SimpleNamespace(peak_bytes=size)) for size in sizes]
-    assert all(answer in (None, size) for answer, size in zip(answers, sizes, strict=True))
-    assert sum(size > 900 for size in asked) <= 4
-    assert answers[-1] == 801
-    allocator.forget()
-    assert allocator(SimpleNamespace(peak_bytes=900)) == 900
-    refused = min(size for size in asked if size > 900)
-    assert allocator(SimpleNamespace(peak_bytes=refused)) is None
-    assert asked[-1] == 900, "for what it has run out of memory before, it would again"
-
-
 def test_a_search_does_not_lose_the_time_in_which_the_allocator_waits(monkeypatch):
     """Two waits of ten seconds left a search of ten seconds none: it took what it had seen first."""
     now = [0.0]
@@ -144,7 +130,7 @@ def test_a_search_does_not_lose_the_time_in_which_the_allocator_waits(monkeypatc
 
     for module in (partition, base):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    allocator = partition.Reluctant(report)
+    allocator = partition.Waiting(report)
     allocator(SimpleNamespace(peak_bytes=1000))
     clock = allocator.clock(3.0)
     allocator(SimpleNamespace(peak_bytes=800))

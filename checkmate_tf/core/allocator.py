@@ -31,7 +31,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,7 @@ _ADDRESS_BITS = 44  # of an address in units: 52 bits of bytes
 _ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
 _UNLIMITED_BYTES = 1 << 44
 _DIVIDER = 1 / 512  # of its part
+_MOST_TRIES, _MOST_FILL_BYTES = 64, 64 << 20  # for one divider; more than that is no gap between tensors
 _FIRST_BASE_UNITS = 1 << 36  # made-up addresses start in the middle, so that there is room on both sides
 
 
@@ -203,7 +205,11 @@ class BfcAllocator:
     @property
     def largest_free_bytes(self) -> int:
         """Size of the largest free chunk; 0 if there is none."""
-        return (self._free[-1] >> _ADDRESS_BITS) * UNIT_BYTES if self._free else 0
+        return max(self.free_chunks_bytes(), default=0)
+
+    def free_chunks_bytes(self) -> list[int]:
+        """Sizes of the free chunks, ascending."""
+        return [(key >> _ADDRESS_BITS) * UNIT_BYTES for key in self._free]
 
     def reset_peak(self) -> None:
         """Sets the peak to what is in use, as `tf.config.experimental.reset_memory_stats` does."""
@@ -274,6 +280,10 @@ class BfcAllocator:
             self._forget(length, before)
             start, size = before, size + length
         self._add_free(start, size)
+
+    def lies_behind(self, address: int, part: int, nbytes: int) -> bool:
+        """Whether a chunk lies close behind another one, which may have got up to twice the `nbytes` asked for."""
+        return 0 < address - part <= 2 * nbytes
 
     def holds_the_same(self, other: BfcAllocator) -> bool:
         """Whether the same chunks are in use and free here as there, and for the same buffers of `play`."""
@@ -390,14 +400,76 @@ def divided(partition: Sequence[int], uncounted_below_bytes: int = 0) -> BfcAllo
         limit_bytes=_UNLIMITED_BYTES, uncounted_below_bytes=uncounted_below_bytes, allow_growth=False
     )
     allocator = BfcAllocator(config)
-    parts = []
-    for size in partition:
-        parts.append(allocator.allocate(size))
-        allocator.allocate(divider_bytes(size, uncounted_below_bytes))
-    for part in parts:
-        allocator.free(part)
+    divide(partition, uncounted_below_bytes, allocator.allocate, allocator.free, allocator.lies_behind)
     allocator.reset_peak()
     return allocator
+
+
+def divide(
+    partition: Sequence[int],
+    uncounted_below_bytes: int,
+    allocate: Callable[[int], Any],
+    free: Callable[[Any], None],
+    lies_behind: Callable[[Any, Any, int], bool],
+) -> list | None:
+    """Divides free memory by small blocks, one behind each part where there is room for it.
+
+    Args:
+        partition: Sizes in bytes of the parts, from the start of the memory that has room for the first.
+        uncounted_below_bytes: As in `AllocatorConfig`.
+        allocate: Gives a block for a request of so many bytes, or None where memory runs out.
+        free: Gives one back.
+        lies_behind: Called as (block, part, size of the part): whether a block lies close behind a part.
+
+    Returns:
+        The dividers, or None where memory has run out. All other blocks are free again.
+    """
+    dividers: list | None = []
+    held: list = []
+    for size in partition:
+        part = allocate(size)
+        if part is not None:
+            held.append(part)
+            found = _divider(part, size, uncounted_below_bytes, allocate, free, lies_behind)
+        if part is None or found is None:
+            held, dividers = [*held, *dividers], None
+            break
+        dividers += found[:1]
+        held += found[1:]
+    while held:
+        free(held.pop())
+    return dividers
+
+
+def _divider(part, size: int, uncounted_below_bytes: int, allocate, free, lies_behind) -> list | None:
+    """A small block behind a part, and what fills other memory meanwhile; none of these, or None if memory runs out.
+
+    The allocator gives a request the smallest free chunk that holds it, so a small block comes to lie in some other
+    free chunk first. Ever larger ones fill those until a small one lies where it should. None lies there where the
+    part ends with its region, so this ends before it has filled all memory that there is.
+    """
+    nbytes = least = divider_bytes(size, uncounted_below_bytes)
+    filled, fillers, full = 0, [], False
+    for _ in range(_MOST_TRIES):
+        block = allocate(nbytes)
+        if block is None:
+            full = True
+            break
+        if not lies_behind(block, part, size):
+            fillers.append(block)
+            filled += nbytes
+            if filled > _MOST_FILL_BYTES:
+                break
+            nbytes *= 2
+        elif nbytes == least:
+            return [block, *fillers]
+        else:
+            free(block)
+            block = None  # its place is the next one's
+            nbytes = least
+    while fillers:
+        free(fillers.pop())
+    return None if full else []
 
 
 def divider_bytes(part_bytes: int, uncounted_below_bytes: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from checkmate_tf.core.allocator import BfcAllocator
-from checkmate_tf.lowering.device import in_use_bytes
+from checkmate_tf.lowering.device import in_use_bytes, is_cpu
 from checkmate_tf.lowering.rehearse import address, allocator_config, empty, refusal
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def make_room(device: str, nbytes: int, variables: Sequence[tf.Variable]) -> int
     Returns:
         Size of the block; 0 where there is none.
     """
-    if "CPU" not in device.upper():
+    if not is_cpu(device):
         return 0
     config = allocator_config(device=device)
     taken = BfcAllocator(config)
@@ -113,7 +113,7 @@ class exact_chunks:
         self._plugs: list[tf.Tensor] = []
 
     def __enter__(self) -> None:
-        if "CPU" not in self._device.upper():
+        if not is_cpu(self._device):
             return
         limit = allocator_config(device=self._device).limit_bytes
         wanted = min(self._nbytes, limit - in_use_bytes(self._device) - _LEFT_FREE_BYTES)

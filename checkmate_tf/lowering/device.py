@@ -18,6 +18,11 @@ def name_of(variables) -> str:
     return f"{spec.device_type or 'CPU'}:{spec.device_index or 0}"
 
 
+def is_cpu(device: str) -> bool:
+    """Whether a device is a CPU, the addresses of whose memory can be seen."""
+    return "CPU" in device.upper()
+
+
 def onednn_is_on() -> bool:
     """Whether a CPU runs oneDNN's kernels. Where TF_ENABLE_ONEDNN_OPTS is not set, TensorFlow decides by the CPU."""
     return _pywrap_util_port.IsMklEnabled()
@@ -45,13 +50,13 @@ def reset_peak(device: str) -> None:
 
 def wait(device: str) -> None:
     """Returns when the device has run all that it was asked to: a CPU has where a call returns, a GPU may not."""
-    if "CPU" not in device.upper():
+    if not is_cpu(device):
         tf.test.experimental.sync_devices()
 
 
 def limit_bytes(device: str) -> int | None:
     """Most bytes that the allocator may hand out, or None where that cannot be told."""
-    if "CPU" in device.upper():
+    if is_cpu(device):
         return allocator_config(device=device).limit_bytes
     for physical, logical in zip(
         tf.config.list_physical_devices("GPU"), tf.config.list_logical_devices("GPU"), strict=False
@@ -64,7 +69,7 @@ def limit_bytes(device: str) -> int | None:
 
 def uncounted_below_bytes(device: str) -> int:
     """Smaller requests appear in no statistics of the device's allocator."""
-    return allocator_config(device=device).uncounted_below_bytes if "CPU" in device.upper() else 0
+    return allocator_config(device=device).uncounted_below_bytes if is_cpu(device) else 0
 
 
 def counted_bytes(device: str, sizes: Iterable[int]) -> int:

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from checkmate_tf.core.allocator import divider_bytes
+from checkmate_tf.core import allocator as core
 from checkmate_tf.core.simulate import Memory
-from checkmate_tf.lowering.device import counted_bytes, in_use_bytes, limit_bytes, uncounted_below_bytes
+from checkmate_tf.lowering import device as devices
+from checkmate_tf.lowering import foresight
 from checkmate_tf.lowering.rehearse import address, empty, rehearse
-
-_MOST_TRIES, _MOST_FILL_BYTES = 64, 64 << 20  # for one divider; more than that is no gap between tensors
 
 
 def allocator_peak(
@@ -41,17 +40,26 @@ def allocator_peak(
     """
     if _is_beyond_limit(memory.peak_bytes, device):
         return None
-    counted = memory.large_events(uncounted_below_bytes(device))  # the others are in another allocator
-    dividers = divide(partition, device)
+    counted = memory.large_events(devices.uncounted_below_bytes(device))  # the others are in another allocator
+    events = memory.event_buffer[counted], memory.event_bytes[counted]
+    if _is_beyond_limit(sum(partition), device) or foresight.runs_out(*events, device, partition, disturbing_bytes):
+        return None
+    dividers = _dividers(partition, device)
+    if dividers is None:
+        foresight.learn(device)
+        return None
     worst = 0
     for sizes in disturbing_bytes:
         with tf.device(device):
-            blocks = [empty(size) for size in sizes]
-        played = rehearse(memory.event_buffer[counted], memory.event_bytes[counted], device=device)
+            blocks = [_allocate(size) for size in sizes]
+        fit = all(block is not None for block in blocks)
+        played = rehearse(*events, device=device) if fit else None
         del blocks
-        if not played.fits:
+        if played is None or not played.fits:
+            del dividers
+            foresight.learn(device)
             return None
-        worst = max(worst, played.peak_bytes - counted_bytes(device, sizes))
+        worst = max(worst, played.peak_bytes - devices.counted_bytes(device, sizes))
         if enough_bytes is not None and worst >= enough_bytes:
             break
     del dividers
@@ -71,57 +79,31 @@ def divide(partition: Sequence[int], device: str) -> list[tf.Tensor]:
         The dividers, one for each part that has room behind it, and none where memory runs out. Each is small
         beside its part, but large enough for the allocator to count it.
     """
+    return _dividers(partition, device) or []
+
+
+def _dividers(partition: Sequence[int], device: str) -> list[tf.Tensor] | None:
+    """As `divide`, or None where memory runs out."""
     if _is_beyond_limit(sum(partition), device):
-        return []
-    dividers: list[tf.Tensor] = []
-    held: list[tf.Tensor] = []
-    uncounted = uncounted_below_bytes(device)
+        return None
+    lies_behind = _lies_behind if devices.is_cpu(device) else lambda *_: True
+    with tf.device(device):
+        return core.divide(partition, devices.uncounted_below_bytes(device), _allocate, lambda _: None, lies_behind)
+
+
+def _allocate(nbytes: int) -> tf.Tensor | None:
     try:
-        with tf.device(device):
-            for size in partition:
-                held.append(empty(size))
-                divider = _divider(held, size, divider_bytes(size, uncounted), device)
-                if divider is not None:
-                    dividers.append(divider)
+        return empty(nbytes)
     except tf.errors.ResourceExhaustedError:
-        return []
-    return dividers
+        return None
 
 
-def _divider(held: list[tf.Tensor], size: int, least: int, device: str) -> tf.Tensor | None:
-    """A block of `least` bytes behind the part of memory that is the last of `held`, or None.
-
-    The allocator gives a request the smallest free chunk that holds it, so a small block comes to lie in some other
-    free chunk first. Ever larger ones fill those until a small one lies where it should, and are added to `held`.
-    None lies there where the part ends with its region, so this must end before it has filled all memory that
-    there is: 10 s pass before the allocator says so, and regions that it has added are never given back.
-    """
-    part, nbytes, fill_bytes = held[-1], least, 0
-    fillers: list[tf.Tensor] = []
-    for _ in range(_MOST_TRIES):
-        block = empty(nbytes)
-        behind = "CPU" not in device.upper() or _is_behind(block, part, size)
-        if behind and nbytes == least:
-            held += fillers
-            return block
-        if behind:
-            del block  # its place is the next one's
-            nbytes = least
-        elif fill_bytes + nbytes > _MOST_FILL_BYTES:
-            break
-        else:
-            fillers.append(block)
-            fill_bytes += nbytes
-            nbytes *= 2
-    return None
-
-
-def _is_behind(block: tf.Tensor, part: tf.Tensor, size: int) -> bool:
+def _lies_behind(block: tf.Tensor, part: tf.Tensor, nbytes: int) -> bool:
     """Whether a block lies close behind a part of memory, which may have got up to twice its size."""
-    return 0 < address(block) - address(part) <= 2 * size
+    return 0 < address(block) - address(part) <= 2 * nbytes
 
 
 def _is_beyond_limit(nbytes: int, device: str) -> bool:
     """Whether so much more cannot be had. An allocation that fails waits 10 s for another thread to free something."""
-    limit = limit_bytes(device)
-    return limit is not None and in_use_bytes(device) + nbytes > limit
+    limit = devices.limit_bytes(device)
+    return limit is not None and devices.in_use_bytes(device) + nbytes > limit

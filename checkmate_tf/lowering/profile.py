@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from checkmate_tf.core.opgraph import CONTROL_FLOW, Costs, OpGraph
 from checkmate_tf.lowering.arena import exact_chunks
-from checkmate_tf.lowering.device import counted_bytes, threads, uncounted_below_bytes, wait
+from checkmate_tf.lowering.device import counted_bytes, is_cpu, threads, uncounted_below_bytes, wait
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.loops import measure_loops, with_lists
 from checkmate_tf.lowering.profile_cache import OpProfile, ProfileCache
@@ -328,7 +328,7 @@ def _time(run: Callable, device: str, repeats: int) -> tuple[float, float]:
         wait(device)
         seconds.append(time.perf_counter() - start)
         del result
-    busy = (time.process_time() - before_s) / (sum(seconds) * threads()) if "CPU" in device.upper() else 1.0
+    busy = (time.process_time() - before_s) / (sum(seconds) * threads()) if is_cpu(device) else 1.0
     return min(seconds), min(1.0, busy)
 
 

@@ -32,7 +32,6 @@ _MOST_SIZES = 6  # of large tensors
 _FILLED = 0.5, 0.75, 0.25, 1.0, 0.6, 0.4, 0.9, 0.1  # of a plan's peak, by equal parts
 _EQUAL_PARTS = 4  # all but each fourth try has equal parts
 _WAITED_S = 5.0  # an answer that takes that long is one of an allocator that has waited for memory
-_NEARLY = 0.005  # of a plan's peak, doubled each time that memory runs out: those so much smaller are not tried either
 _SMALL = 2**-13  # of a plan's peak: tensors below that hardly matter to where the others lie
 
 
@@ -49,10 +48,8 @@ class Placement:
     peak_bytes: int
 
 
-class Reluctant:
-    """An allocator that is not asked about plans as large as one for which it has run out of memory, or nearly so.
-
-    To say that memory has run out takes TensorFlow's allocator ten seconds, in which it waits for other threads.
+class Waiting:
+    """An allocator, and how long it has waited: ten seconds each time that it runs out of memory unforeseen.
 
     Args:
         allocator_peak: As for `Placer`.
@@ -63,37 +60,24 @@ class Reluctant:
 
     def __init__(self, allocator_peak: AllocatorPeak):
         self._ask = allocator_peak
-        self._refused = np.inf  # bytes of tensors at the peak of the smallest plan for which memory has run out
         self.waited_s = 0.0
-        self.forget()
-
-    def forget(self) -> None:
-        """Memory has changed since: plans that are smaller than those for which it ran out may fit by now."""
-        self._times = 0
-        self._too_large = self._refused
 
     def clock(self, time_limit_s: float) -> Clock:
         """One that stands still while the allocator waits: near a limit a search would do little else."""
         return _WaitingClock(time_limit_s, self)
 
-    def __call__(self, memory: Memory, partition: Partition = (), *states) -> int | None:
-        """As `allocator_peak`, or None without asking it."""
-        if memory.peak_bytes >= self._too_large:
-            return None
+    def __call__(self, *plan) -> int | None:
+        """As `allocator_peak`."""
         began_s = time.perf_counter()
-        peak = self._ask(memory, partition, *states)
+        peak = self._ask(*plan)
         asked_s = time.perf_counter() - began_s
         if peak is None and asked_s > _WAITED_S:
             self.waited_s += asked_s
-            if not partition:
-                self._times += 1
-                self._refused = min(self._refused, memory.peak_bytes)
-                self._too_large = memory.peak_bytes * (1 - _NEARLY * 2**self._times)
         return peak
 
 
 class _WaitingClock(Clock):
-    def __init__(self, time_limit_s: float, allocator: Reluctant):
+    def __init__(self, time_limit_s: float, allocator: Waiting):
         self._allocator = allocator
         self._waited_before_s = allocator.waited_s
         super().__init__(time_limit_s)
@@ -114,9 +98,8 @@ class Placer:
     """
 
     def __init__(self, allocator_peak: AllocatorPeak):
-        self._allocator_peak = allocator_peak
+        self._allocator_peak = Waiting(allocator_peak)
         self._known: collections.deque[Partition] = collections.deque(maxlen=_MOST_KNOWN)
-        self._ran_out = False
 
     def place(self, memory: Memory, budget_bytes: int, tensor_bytes: int, first: Partition = ()) -> Placement:
         """The first partition found in which a plan keeps a budget in all states, or else the best one found.
@@ -131,7 +114,7 @@ class Placer:
         if tensor_bytes > budget_bytes:
             return Placement((), self._worst(memory, (), budget_bytes + 1))
         best = Placement((), NEVER)
-        until_s = time.perf_counter() + _LIMIT_S
+        clock = self._allocator_peak.clock(_LIMIT_S)
         sketch = _sketch(memory)
         missing_bytes = memory.most_counted_bytes(0) - sketch.most_counted_bytes(0)
         for partition in self._partitions(memory, first):
@@ -143,9 +126,7 @@ class Placer:
             if best.peak_bytes <= budget_bytes:
                 self.remember(best.partition)
                 break
-            # The allocator waits for seconds before it says that memory has run out: once is enough.
-            self._ran_out = self._ran_out or (peak == NEVER and bool(partition))
-            if self._ran_out or time.perf_counter() > until_s:
+            if not clock.left_s:
                 break
         return best
 
@@ -164,8 +145,7 @@ class Placer:
     def _partitions(self, memory: Memory, first: Partition) -> Iterator[Partition]:
         """Each once."""
         tried = set()
-        more = () if self._ran_out else itertools.chain(tuple(self._known), _drawn(memory))
-        for partition in itertools.chain((first, ()), more):
+        for partition in itertools.chain((first, ()), tuple(self._known), _drawn(memory)):
             if partition not in tried:
                 tried.add(partition)
                 yield partition

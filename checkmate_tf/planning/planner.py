@@ -25,7 +25,7 @@ from checkmate_tf.planning.archive import Entry
 from checkmate_tf.planning.candidate import NEVER, Candidate, cheapest
 from checkmate_tf.planning.confirm import confirm
 from checkmate_tf.planning.forking import forked
-from checkmate_tf.planning.partition import STATES, AllocatorPeak, Placement, Placer, Reluctant
+from checkmate_tf.planning.partition import STATES, AllocatorPeak, Placement, Placer, Waiting
 from checkmate_tf.planning.search import MOST_NEIGHBOURS, Order, Search
 from checkmate_tf.solvers.base import Clock
 
@@ -80,7 +80,7 @@ class Planner:
     ):
         self._op_graph = op_graph
         self._costs = costs
-        self._allocator_peak = Reluctant(allocator_peak)
+        self._allocator_peak = Waiting(allocator_peak)
         self._placer = Placer(self._allocator_peak)
         self._uncounted_below_bytes = uncounted_below_bytes
         self._limit_bytes = np.inf if limit_bytes is None else limit_bytes
@@ -338,7 +338,6 @@ class Planner:
     def forget_peaks(self) -> None:
         """Drops what the allocator said of plans, because its state has changed since."""
         self._placements.clear()
-        self._allocator_peak.forget()
         for order in self.orders:
             order.seen.clear()
 
@@ -456,9 +455,15 @@ class Planner:
             return NoScheduleFound(f'strategy "{self._strategy}" has no plan within the budget: {reasons[0]}')
         seen = [candidate for order in self.orders for candidate in order.seen.values()]
         smallest = self._smallest(self._placed_small(seen))
+        hint = _hint(smallest)
+        if smallest.peak_bytes <= budget_bytes:
+            hint = (
+                f"The smallest plan found takes {format_bytes(smallest.peak_bytes, round_up=True)} "
+                f"({smallest.peak_bytes:,} bytes), but in the memory that the device has left, its allocator finds no "
+                "place for it. Try: a smaller batch, or a higher limit of the device's memory."
+            )
         return NoScheduleFound(
-            f"no schedule within {format_bytes(budget_bytes)} ({budget_bytes:,} bytes) was found in time. "
-            f"{_hint(smallest)}",
+            f"no schedule within {format_bytes(budget_bytes)} ({budget_bytes:,} bytes) was found in time. {hint}",
             best_peak_bytes=smallest.peak_bytes,
         )
 
