@@ -93,3 +93,15 @@ def test_more_alternatives_never_need_more_memory():
     readme = (ROOT / "README.md").read_text()
     for case in cases:
         assert f"{case} {ratio[case, 'all']:.2f}" in readme
+
+
+def test_no_limit_that_was_promised_was_broken():
+    rows = json.loads((RESULTS / "wall.json").read_text())["rows"]
+    refused = [row for row in rows if row["outcome"] == "refused"]
+    trained = [row for row in rows if row["outcome"] == "trained"]
+    assert len(refused) + len(trained) == len(rows)
+    assert all(row["measured_peak_bytes"] <= row["budget_bytes"] < row["limit_mib"] << 20 for row in trained)
+    readme = (ROOT / "README.md").read_text()
+    assert f"At {len(trained)} of {len(rows)} limits" in readme
+    assert all(row["budget_bytes"] < 1.1 * row["least_bytes"] for row in refused)
+    assert "less than 1.1 times" in readme
