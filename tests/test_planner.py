@@ -137,6 +137,9 @@ def test_a_search_does_not_lose_the_time_in_which_the_allocator_waits(monkeypatc
     assert clock.left_s == 2.5
     allocator(SimpleNamespace(peak_bytes=950))
     assert (clock.elapsed_s, clock.left_s, now[0]) == (0.5, 2.5, 20.5)
+    for _ in range(6):
+        allocator(SimpleNamespace(peak_bytes=950))
+    assert clock.left_s == 0.0, "where it waits at each answer, the search still ends"
 
 
 def test_the_unmodified_step_is_simulated_in_the_order_in_which_ops_are_ready():

@@ -31,6 +31,7 @@ MOST_PARTS = 64
 _MOST_SIZES = 6  # of large tensors
 _FILLED = 0.5, 0.75, 0.25, 1.0, 0.6, 0.4, 0.9, 0.1  # of a plan's peak, by equal parts
 _EQUAL_PARTS = 4  # all but each fourth try has equal parts
+_MOST_WAITED_S = 60.0  # on top of the time limit of a search
 _WAITED_S = 5.0  # an answer that takes that long is one of an allocator that has waited for memory
 _SMALL = 2**-13  # of a plan's peak: tensors below that hardly matter to where the others lie
 
@@ -63,7 +64,7 @@ class Waiting:
         self.waited_s = 0.0
 
     def clock(self, time_limit_s: float) -> Clock:
-        """One that stands still while the allocator waits: near a limit a search would do little else."""
+        """One that stands still while the allocator waits, a minute at most: a search might do little else."""
         return _WaitingClock(time_limit_s, self)
 
     def __call__(self, *plan) -> int | None:
@@ -84,7 +85,8 @@ class _WaitingClock(Clock):
 
     @property
     def elapsed_s(self) -> float:
-        return super().elapsed_s - (self._allocator.waited_s - self._waited_before_s)
+        waited_s = self._allocator.waited_s - self._waited_before_s
+        return super().elapsed_s - min(waited_s, _MOST_WAITED_S)
 
 
 class Placer:
