@@ -13,6 +13,9 @@ from checkmate_tf.errors import GraphError
 CONTROL_FLOW = frozenset({"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"})
 """TensorFlow's types of the ops that run other graphs, as often as they find."""
 
+OUTPUTS = 0
+"""Among the blocks of an op's workspace: here it asks for its outputs."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpGraph:
@@ -162,8 +165,9 @@ class Costs:
         workspace_bytes: int64 (ops,). Scratch in use while the op runs, beside inputs and outputs.
         again_s: float64 (ops,). Seconds of each later run. Defaults to those of the first.
         busy: float64 (ops,). Share of the device that the op keeps busy, from 0 to 1. Defaults to all of it.
-        blocks: Op -> sizes in bytes of the blocks that its workspace consists of, where these are several: the
-            allocator may round each.
+        blocks: Op -> sizes in bytes of the blocks that its workspace consists of, where these are several or come
+            before its outputs: the allocator may round each. They are in the order in which it asks for them, behind
+            its outputs but for those in front of an `OUTPUTS`.
     """
 
     time_s: np.ndarray

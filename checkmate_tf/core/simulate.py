@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from checkmate_tf.core.opgraph import OpGraph
+from checkmate_tf.core.opgraph import OUTPUTS, OpGraph
 from checkmate_tf.core.plan import Plan
 
 _WORKSPACE = -1  # in place of a tensor
@@ -101,7 +101,7 @@ def simulate(
         plan: As `compile_plan` makes it.
         workspace_bytes: int64 (ops,). Extra bytes while each op runs; negative only in graphs of
             nodes, where it stands for a takeover. Defaults to 0.
-        blocks: Op -> sizes of the blocks that its workspace consists of, where these are several.
+        blocks: As in `Costs`.
     """
     owned = graph.owned_bytes.tolist()
     storage = graph.storage.tolist()
@@ -120,6 +120,11 @@ def simulate(
         owners = [home[source, t] for source, t in zip(sources, inputs, strict=True)]
         dying = {(s, graph.outputs[plan.ops[s]][k]) for s, k in plan.frees[step]}
         taken = _takeover(graph, op, inputs, owners, dying, owned)
+        asked = blocks.get(op, ())
+        early = asked[: asked.index(OUTPUTS)] if OUTPUTS in asked else ()
+        events += [(buffer, size, step, _WORKSPACE) for buffer, size in enumerate(early, buffers)]
+        scratch = buffers
+        buffers += len(early)
         in_turn = [*enumerate(outputs)]
         if op in graph.first_last:
             in_turn = in_turn[1:] + in_turn[:1]
@@ -145,10 +150,12 @@ def simulate(
                 live += owned[t]
         held[step] = live
         in_use[step] = live + workspace[op]
-        if op in blocks:
-            events += [(buffer, size, step, _WORKSPACE) for buffer, size in enumerate(blocks[op], buffers)]
-            events += [(buffer, -size, step, _WORKSPACE) for buffer, size in enumerate(blocks[op], buffers)]
-            buffers += len(blocks[op])
+        if asked:
+            late = asked[len(early) + 1 :] if early else asked
+            events += [(buffer, size, step, _WORKSPACE) for buffer, size in enumerate(late, buffers)]
+            events += [(buffer, -size, step, _WORKSPACE) for buffer, size in enumerate(early, scratch)]
+            events += [(buffer, -size, step, _WORKSPACE) for buffer, size in enumerate(late, buffers)]
+            buffers += len(late)
         elif workspace[op] > 0:
             events += [(buffers, workspace[op], step, _WORKSPACE), (buffers, -workspace[op], step, _WORKSPACE)]
             buffers += 1

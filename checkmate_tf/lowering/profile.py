@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import tensorflow as tf
 
-from checkmate_tf.core.opgraph import CONTROL_FLOW, Costs, OpGraph
+from checkmate_tf.core.opgraph import CONTROL_FLOW, OUTPUTS, Costs, OpGraph
 from checkmate_tf.lowering.arena import exact_chunks
 from checkmate_tf.lowering.device import counted_bytes, is_cpu, threads, uncounted_below_bytes, wait
 from checkmate_tf.lowering.extract import ExtractedStep
@@ -295,7 +295,8 @@ def _workspace_blocks(
     for key, op in large.items():
         everything = asked.get(op.name, ())
         requested = without_outputs(everything, op.output_bytes)
-        blocks = tuple(counted for size in requested if (counted := counted_bytes(device, [size])))
+        blocks = [counted_bytes(device, [size]) for size in requested]
+        blocks = tuple(b for b, size in zip(blocks, requested, strict=True) if b or size == OUTPUTS)
         if 0 <= seen[key].workspace_bytes - sum(blocks) <= counted_bytes(device, everything):
             found[key] = blocks
     return found

@@ -16,7 +16,7 @@ from checkmate_tf.lowering.device import onednn_is_on, threads, uncounted_below_
 
 _log = logging.getLogger(__name__)
 
-_VERSION = 7
+_VERSION = 8
 
 
 @dataclasses.dataclass(frozen=True)

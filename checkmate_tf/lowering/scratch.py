@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import tensorflow as tf
 
+from checkmate_tf.core.opgraph import OUTPUTS
 from checkmate_tf.errors import CheckmateError
 from checkmate_tf.lowering.memory_trace import MemoryEvent, record
 
@@ -98,9 +99,16 @@ def _events(run: Callable[[], object], device: str) -> tuple[MemoryEvent, ...] |
 
 
 def without_outputs(blocks: Sequence[int], outputs: Iterable[int]) -> tuple[int, ...]:
-    """Blocks that are not outputs, which are the first of their size."""
-    left = list(blocks)
-    for size in outputs:
-        if size in left:
-            left.remove(size)
-    return tuple(left)
+    """Blocks that are not outputs, which are the first of their size; `OUTPUTS` stands where those come behind some."""
+    sizes = collections.Counter(outputs)
+    found: list[int] = []
+    seen = False
+    for size in blocks:
+        if not sizes[size]:
+            found.append(size)
+            continue
+        sizes[size] -= 1
+        if found and not seen:
+            found.append(OUTPUTS)
+        seen = True
+    return tuple(found)

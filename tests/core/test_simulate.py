@@ -17,7 +17,7 @@ from random_graphs import (
     peak_by_the_rules,
 )
 
-from checkmate_tf.core.opgraph import OpGraph
+from checkmate_tf.core.opgraph import OUTPUTS, OpGraph
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
 
@@ -129,6 +129,18 @@ def test_the_blocks_of_a_workspace_are_asked_for_one_by_one():
     assert one.event_bytes.tolist() == [4, 7, -7, 2, 1, -1, -4, -2]
     assert several.event_bytes.tolist() == [4, 5, 2, -5, -2, 2, 1, -1, -4, -2]
     assert several.event_buffer.tolist() == [0, 1, 2, 1, 2, 3, 4, 4, 0, 3]
+
+
+def test_blocks_that_are_asked_for_before_the_outputs_come_before_them():
+    made = Builder()
+    (a,) = made.add(makes=[4])
+    made.add([a], [2])
+    plan = compile_plan(made.build(), [0, 1])
+    blocks = {0: (5, OUTPUTS, 2), 1: (1, OUTPUTS)}
+    memory = simulate(made.build(), plan, np.array([7, 1]), blocks)
+    assert memory.in_use_bytes.tolist() == [11, 7]
+    assert memory.event_bytes.tolist() == [5, 4, 2, -5, -2, 1, 2, -1, -4, -2]
+    assert memory.event_buffer.tolist() == [0, 1, 2, 0, 2, 3, 4, 3, 1, 4]
 
 
 def test_the_blocks_of_a_list_come_and_go_together():

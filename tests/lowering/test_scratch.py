@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from checkmate_tf.core.opgraph import OUTPUTS
 from checkmate_tf.lowering.memory_trace import MemoryEvent
 from checkmate_tf.lowering.scratch import Asked, asked_by, blocks_of, without_outputs
 
@@ -34,6 +35,13 @@ def test_outputs_are_no_workspace():
     assert without_outputs([4, 4, 5], [4]) == (4, 5)
     assert without_outputs([4, 5], [6]) == (4, 5), "an output that took storage over"
     assert without_outputs([4], [4, 4]) == ()
+
+
+def test_where_outputs_are_asked_for_behind_other_blocks_is_marked():
+    """An Einsum asks for its transposed inputs first: at a hard limit its output lay elsewhere than foreseen."""
+    assert without_outputs([2, 2, 7, 1], [7]) == (2, 2, OUTPUTS, 1)
+    assert without_outputs([2, 7, 9], [9, 7]) == (2, OUTPUTS)
+    assert without_outputs([7, 2, 9], [9, 7]) == (2,), "the first of them comes before all else"
 
 
 def test_each_op_is_told_from_the_next():
