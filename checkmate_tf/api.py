@@ -15,6 +15,7 @@ from checkmate_tf.errors import ModelError, OptionError
 from checkmate_tf.keras import curve, max_batch, train_step
 from checkmate_tf.keras.custom_step import PlannedFunction
 from checkmate_tf.lowering import rehearse
+from checkmate_tf.lowering.device import is_cpu
 from checkmate_tf.lowering.implementations.registry import RULES
 from checkmate_tf.pipeline import ProfiledStep, Settings
 from checkmate_tf.progress import progress
@@ -147,7 +148,7 @@ def reserve(size: int | str, *, device: str = "CPU:0") -> None:
         CheckmateError: There is no room for the block.
     """
     nbytes = parse(size, plain_peak_bytes=None, device_bytes=None)
-    if "CPU" in device.upper():
+    if is_cpu(device):
         rehearse.reserve(nbytes, device=device)
 
 

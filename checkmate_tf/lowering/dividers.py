@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from checkmate_tf.core import allocator as core
+from checkmate_tf.core import dividing
 from checkmate_tf.core.simulate import Memory
 from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering import foresight
@@ -88,7 +88,7 @@ def _dividers(partition: Sequence[int], device: str) -> list[tf.Tensor] | None:
         return None
     lies_behind = _lies_behind if devices.is_cpu(device) else lambda *_: True
     with tf.device(device):
-        return core.divide(partition, devices.uncounted_below_bytes(device), _allocate, lambda _: None, lies_behind)
+        return dividing.divide(partition, devices.uncounted_below_bytes(device), _allocate, lambda _: None, lies_behind)
 
 
 def _allocate(nbytes: int) -> tf.Tensor | None:
@@ -99,8 +99,7 @@ def _allocate(nbytes: int) -> tf.Tensor | None:
 
 
 def _lies_behind(block: tf.Tensor, part: tf.Tensor, nbytes: int) -> bool:
-    """Whether a block lies close behind a part of memory, which may have got up to twice its size."""
-    return 0 < address(block) - address(part) <= 2 * nbytes
+    return dividing.lies_behind(address(block), address(part), nbytes)
 
 
 def _is_beyond_limit(nbytes: int, device: str) -> bool:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from checkmate_tf.core.allocator import UNIT_BYTES, BfcAllocator, divide, gpu, play
+from checkmate_tf.core.allocator import UNIT_BYTES, BfcAllocator, gpu, play
+from checkmate_tf.core.dividing import divide, lies_behind
 from checkmate_tf.errors import CheckmateError
 from checkmate_tf.lowering.device import in_use_bytes, is_cpu
 from checkmate_tf.lowering.rehearse import address, allocator_config, empty, observe
@@ -61,7 +62,7 @@ def runs_out(
         allocator.config.uncounted_below_bytes,
         allocator.allocate,
         allocator.free,
-        allocator.lies_behind if is_cpu(device) else lambda *_: True,
+        lies_behind if is_cpu(device) else lambda *_: True,
     )
     if dividers is None:
         return True

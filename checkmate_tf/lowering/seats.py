@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from checkmate_tf.core.allocator import UNIT_BYTES, divider_bytes
+from checkmate_tf.core.allocator import UNIT_BYTES
+from checkmate_tf.core.dividing import divider_bytes
 from checkmate_tf.lowering.arena import exact_chunks
 from checkmate_tf.lowering.device import counted_bytes, uncounted_below_bytes
 from checkmate_tf.lowering.dividers import divide

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from checkmate_tf.core.allocator import divided
+from checkmate_tf.core.dividing import divided
 from checkmate_tf.core.forks import Fork, Trial, apart, possible_forks
 from checkmate_tf.core.simulate import Memory
 from checkmate_tf.core.validate import validate_forks

@@ -99,8 +99,8 @@ class Placer:
             included, or None where the memory runs out.
     """
 
-    def __init__(self, allocator_peak: AllocatorPeak):
-        self._allocator_peak = Waiting(allocator_peak)
+    def __init__(self, allocator_peak: Waiting):
+        self._allocator_peak = allocator_peak
         self._known: collections.deque[Partition] = collections.deque(maxlen=_MOST_KNOWN)
 
     def place(self, memory: Memory, budget_bytes: int, tensor_bytes: int, first: Partition = ()) -> Placement:

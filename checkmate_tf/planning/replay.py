@@ -10,7 +10,7 @@ from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
 from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.confirm import confirm
-from checkmate_tf.planning.partition import AllocatorPeak, Placer
+from checkmate_tf.planning.partition import AllocatorPeak, Placer, Waiting
 
 
 def replay(
@@ -46,7 +46,7 @@ def replay(
     ordered, ordered_costs = permute(op_graph, costs, [number[name] for name in candidate.op_graph.names])
     plan = compile_plan(ordered, candidate.plan.ops)
     memory = simulate(ordered, plan, ordered_costs.workspace_bytes, ordered_costs.blocks)
-    placer = Placer(allocator_peak)
+    placer = Placer(Waiting(allocator_peak))
     placement = placer.place(memory, budget_bytes, base_bytes + memory.peak_bytes)
     placed = dataclasses.replace(
         candidate,

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from random_graphs import Builder, briefly, op_graphs, op_sequences
 
 from checkmate_tf.core import forks
-from checkmate_tf.core.allocator import BfcAllocator, divided, play
+from checkmate_tf.core.allocator import BfcAllocator, play
+from checkmate_tf.core.dividing import divided
 from checkmate_tf.core.forks import Events, Fork, Trial, apart, is_ordered, lane_of_steps, possible_forks, to_hold
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.plan import Plan, compile_plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 
 import keras
 import numpy as np
@@ -42,8 +43,8 @@ def built(planned):
 
 
 def original(operation) -> str:
-    """The op of the step that an op of the built graph runs, once more or for the first time."""
-    return operation.name.partition("/again_")[0]
+    """The op of the step that an op of the built graph runs, once more or for the first time; or what is beside it."""
+    return re.sub(r"/again_\d+$", "", operation.name)
 
 
 def runs_in(graph, names):

@@ -1,0 +1,108 @@
+"""Divides an allocator's free memory by small blocks; `planning.partition` says why, and finds the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from checkmate_tf.core.allocator import AllocatorConfig, BfcAllocator
+
+_UNLIMITED_BYTES = 1 << 44
+_DIVIDER = 1 / 512  # of its part
+_MOST_TRIES, _MOST_FILL_BYTES = 64, 64 << 20  # for one divider; more than that is no gap between tensors
+
+
+def divided(partition: Sequence[int], uncounted_below_bytes: int = 0) -> BfcAllocator:
+    """An allocator with one region, its start divided by small blocks.
+
+    Args:
+        partition: Sizes in bytes of the parts in front of each divider.
+        uncounted_below_bytes: As in `AllocatorConfig`.
+    """
+    config = AllocatorConfig(
+        limit_bytes=_UNLIMITED_BYTES, uncounted_below_bytes=uncounted_below_bytes, allow_growth=False
+    )
+    allocator = BfcAllocator(config)
+    divide(partition, uncounted_below_bytes, allocator.allocate, allocator.free, lies_behind)
+    allocator.reset_peak()
+    return allocator
+
+
+def divide(
+    partition: Sequence[int],
+    uncounted_below_bytes: int,
+    allocate: Callable[[int], Any],
+    free: Callable[[Any], None],
+    lies_behind: Callable[[Any, Any, int], bool],
+) -> list | None:
+    """Divides free memory by small blocks, one behind each part where there is room for it.
+
+    Args:
+        partition: Sizes in bytes of the parts, from the start of the memory that has room for the first.
+        uncounted_below_bytes: As in `AllocatorConfig`.
+        allocate: Gives a block for a request of so many bytes, or None where memory runs out.
+        free: Gives one back.
+        lies_behind: Called as (block, part, size of the part): whether a block lies close behind a part.
+
+    Returns:
+        The dividers, or None where memory has run out. All other blocks are free again.
+    """
+    dividers: list | None = []
+    held: list = []
+    for size in partition:
+        part = allocate(size)
+        if part is not None:
+            held.append(part)
+            found = _divider(part, size, uncounted_below_bytes, allocate, free, lies_behind)
+        if part is None or found is None:
+            held, dividers = [*held, *dividers], None
+            break
+        dividers += found[:1]
+        held += found[1:]
+    while held:
+        free(held.pop())
+    return dividers
+
+
+def _divider(part, size: int, uncounted_below_bytes: int, allocate, free, lies_behind) -> list | None:
+    """A small block behind a part, and what fills other memory meanwhile; none of these, or None if memory runs out.
+
+    The allocator gives a request the smallest free chunk that holds it, so a small block comes to lie in some other
+    free chunk first. Ever larger ones fill those until a small one lies where it should. None lies there where the
+    part ends with its region, so this ends before it has filled all memory that there is.
+    """
+    nbytes = least = divider_bytes(size, uncounted_below_bytes)
+    filled, fillers, full = 0, [], False
+    for _ in range(_MOST_TRIES):
+        block = allocate(nbytes)
+        if block is None:
+            full = True
+            break
+        if not lies_behind(block, part, size):
+            fillers.append(block)
+            filled += nbytes
+            if filled > _MOST_FILL_BYTES:
+                break
+            nbytes *= 2
+        elif nbytes == least:
+            return [block, *fillers]
+        else:
+            free(block)
+            block = None  # its place is the next one's
+            nbytes = least
+    while fillers:
+        free(fillers.pop())
+    return None if full else []
+
+
+def lies_behind(address: int, part: int, nbytes: int) -> bool:
+    """Whether a block lies close behind a part of memory, which may have got up to twice the `nbytes` asked for."""
+    return 0 < address - part <= 2 * nbytes
+
+
+def divider_bytes(part_bytes: int, uncounted_below_bytes: int) -> int:
+    """Size of the block behind a part of divided memory.
+
+    A smaller one would not be counted, or would fall into one of the many gaps that small tensors leave.
+    """
+    return max(1, uncounted_below_bytes, int(_DIVIDER * part_bytes))
