@@ -50,7 +50,8 @@ def compile(
             with every dimension.
         strategy: One of `strategies()`.
         time_limit_s: Seconds to search for a schedule.
-        implementations: "exact": the ops that the model uses, unchanged. "fused": where TensorFlow has a leaner
+        implementations: "exact": the ops that the model uses; only sums of more than two terms are added one by
+            one, always in the same order. "fused": where TensorFlow has a leaner
             equivalent of several ops together (batch norm, ...), that; the results then differ from the
             unmodified step's by rounding; where two ways each have their price, the one with which the
             cheaper plan is found. "gist": a baseline for comparison, the lossless encodings of Gist wherever they

@@ -13,6 +13,7 @@ from tensorflow.python.eager import wrap_function
 
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.lowering import device
+from checkmate_tf.lowering.creation import created, places
 from checkmate_tf.lowering.trace import TracedStep
 
 # Ops whose outputs are their inputs' storage under another name.
@@ -106,14 +107,9 @@ def _original_order(ops: Sequence[tf.Operation], traced: TracedStep) -> list[tf.
     forward pass before the backward pass. Constants come first: Grappler makes one of equal ones, and
     where the one it keeps was created late, all ops that read it would be late.
     """
-    created = {op.name: k for k, op in enumerate(traced.function.graph.get_operations())}
-    created |= {name: created[other] for name, other in traced.stands_in.items()}
-    place: dict[str, tuple[float, int]] = {}
-    for k, op in enumerate(ops):
-        before = [place[d.name][0] for d in _dependencies(op)]
-        own = 0 if op.type == "Const" else created.get(op.name)
-        latest = max(before, default=0.0)
-        place[op.name] = (latest if own is None else max(float(own), latest), k)
+    constants = {op.name: 0 for op in ops if op.type == "Const"}
+    when = created(traced.function, traced.stands_in) | constants
+    place = places({op.name: [before.name for before in _dependencies(op)] for op in ops}, when)
     return sorted(ops, key=lambda op: place[op.name])
 
 

@@ -15,9 +15,11 @@ from tensorflow.python.training import saver
 from checkmate_tf.lowering import device
 from checkmate_tf.lowering.again import leaner_reruns
 from checkmate_tf.lowering.calls import read_before_calls
+from checkmate_tf.lowering.creation import created
 from checkmate_tf.lowering.implementations.pooling import poolings_by_places
 from checkmate_tf.lowering.implementations.rewrite import Fired, rewrite
 from checkmate_tf.lowering.implementations.rule import Rule
+from checkmate_tf.lowering.sums import sum_in_pairs
 
 _NOT_INFERRED = frozenset({"PartitionedCall", "Placeholder", "ReadVariableOp", "StatefulPartitionedCall"})
 _LOWER = "_lower_using_switch_merge"  # the runtime expands this loop or branch in the caller's graph
@@ -92,7 +94,9 @@ def trace(
     graph_def = graph.as_graph_def()
     reads = read_before_calls(graph_def, graph)
     if not rules and not alternatives:
-        return TracedStep(function, _simplify(function, graph_def, reads))
+        simplified = _simplify(function, graph_def, reads)
+        sum_in_pairs(simplified, created(function, {}))
+        return TracedStep(function, simplified)
     specs = {
         (op.name, k): tf.TensorSpec(t.shape, t.dtype) for op in graph.get_operations() for k, t in enumerate(op.outputs)
     } | {(name, 0): spec for name, spec in reads.items()}
@@ -102,6 +106,7 @@ def trace(
     left_alone = poolings_by_places(rewritten.graph_def.node)
     merged = _simplify(function, rewritten.graph_def, reads, left_alone, fold=False)
     simplified = _simplify(function, merged, reads, left_alone)
+    sum_in_pairs(simplified, created(function, rewritten.stands_in))
     poolings_by_places(simplified.node)
     again = leaner_reruns(simplified.node, on_cpu=on_cpu)
     return TracedStep(function, simplified, rewritten.stands_in, rewritten.fired, rewritten.offered, again)

@@ -1,0 +1,28 @@
+"""When the ops of a graph were created: the order that has the whole forward pass before the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from graphlib import TopologicalSorter
+
+import tensorflow as tf
+
+
+def created(function: tf.types.experimental.ConcreteFunction, stands_in: Mapping[str, str]) -> dict[str, int]:
+    """Name of each op of a function, and of each that a rule made -> when it, or what it stands in for, was created."""
+    own = {op.name: k for k, op in enumerate(function.graph.get_operations())}
+    return own | {name: own[other] for name, other in stands_in.items()}
+
+
+def places(dependencies: Mapping[str, Iterable[str]], created: Mapping[str, int]) -> dict[str, int]:
+    """Where in the order of creation each op belongs, never before what it depends on.
+
+    Args:
+        dependencies: Name of each op -> names of those whose outputs or end it waits for.
+        created: As `created` gives it; an op that is not there, one of Grappler's, goes right behind what it
+            depends on.
+    """
+    place: dict[str, int] = {}
+    for name in TopologicalSorter(dependencies).static_order():
+        place[name] = max([created.get(name, 0), *(place[before] for before in dependencies[name])])
+    return place
