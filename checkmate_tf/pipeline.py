@@ -42,6 +42,7 @@ _LARGE_CONSTANT_BYTES = 1 << 10  # smaller ones find room in holes that no tenso
 _MORE_SMALL, _LEAST_SCALARS = 1.25, 16  # times those that the unmodified step has at once: a plan may have more
 _SMALL_BYTES = 64 << 10  # tensors of up to that have seats
 _SEATS = 0.005  # of the tensors of the step that recomputes nothing: what the blocks between seats may take, twice
+_LEAST_SEATS_BYTES = 32 << 10  # which they may take in any case: in a step of a few MiB a stray tensor weighs more
 _OWN_OPS = "the model's own ops need less here than their equivalents: none of these is taken."
 _BUILD_BYTES = 32 << 10  # what is made between planning and the first run: the function's own tensors
 
@@ -93,7 +94,7 @@ class ProfiledStep:
         self.reserve_bytes = _BUILD_BYTES + self._beside_bytes  # added to every predicted peak
         plain = simulate(extracted.op_graph, compile_plan(extracted.op_graph, range(extracted.op_graph.n)))
         self._room_bytes = int(_ROOM * plain.peak_bytes) + _MORE_ROOM_BYTES
-        self._most_seats_bytes = int(_SEATS * plain.peak_bytes)
+        self._most_seats_bytes = max(_LEAST_SEATS_BYTES, int(_SEATS * plain.peak_bytes))
         scalars = sum(size <= UNIT_BYTES for size in constants) + _LEAST_SCALARS  # held by a function of its own
         self._small = _small_seats(plain, scalars, self._most_seats_bytes)
         self._fed_bytes = [leaf.shape.num_elements() * leaf.dtype.size for leaf in _leaves(spec)]

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, graph_pb2, node_def_pb2
 from tensorflow.python.framework import kernels
 
-from checkmate_tf.lowering.trace import variables_by_input
+from checkmate_tf.lowering.variables import variables_by_input
 
 _ONE_ROW = "in_place/one_row"
 _INT32 = attr_value_pb2.AttrValue(type=tf.int32.as_datatype_enum)
@@ -48,13 +48,17 @@ def one_row() -> node_def_pb2.NodeDef:
     return node
 
 
-def in_place(assign: node_def_pb2.NodeDef) -> list[node_def_pb2.NodeDef]:
+def in_place(assign: node_def_pb2.NodeDef, *, in_function: bool = False) -> list[node_def_pb2.NodeDef]:
     """The ops that do what an AssignVariableOp does, in place.
 
     The first of them waits for what the assignment waits for; the last has its name. The first is there for what it
     does before it subtracts: if anyone else reads the variable's buffer, it moves the variable to one of its own. The
     second has the third read that buffer and not a copy, as it would once anything has looked rows of the variable up.
     The last writes into its input, whoever reads that.
+
+    Args:
+        assign: The op.
+        in_function: Whether it stands in the body of a function, where ops name their inputs in another way.
     """
     graph_def = graph_pb2.GraphDef()
 
@@ -66,15 +70,19 @@ def in_place(assign: node_def_pb2.NodeDef) -> list[node_def_pb2.NodeDef]:
             node.attr["_class"].list.s.append(f"loc:@{unshared}".encode())
         return name
 
+    def of(name: str, output: str) -> str:
+        return f"{name}:{output}:0" if in_function else name
+
     handle, value, *controls = assign.input
     name, dtype = assign.name, assign.attr["dtype"]
     unshared = f"{name}/unshared"
     add(unshared, _UNSHARE, handle, value, *controls, dtype=dtype)
     uncopied = add(f"{name}/uncopied", _UNCOPY, handle, f"^{unshared}")
     read = add(f"{name}/buffer", "ReadVariableOp", handle, f"^{uncopied}", dtype=dtype)
-    target = add(f"{name}/target", "Reshape", read, _ONE_ROW, T=dtype, Tshape=_INT32)
-    source = add(f"{name}/source", "Reshape", value, _ONE_ROW, T=dtype, Tshape=_INT32, **{NOT_FOLDED: _EMPTY})
-    add(name, _WRITE, target, source, T=dtype, loc=attr_value_pb2.AttrValue(i=0))
+    as_row = {"T": dtype, "Tshape": _INT32}
+    target = add(f"{name}/target", "Reshape", of(read, "value"), of(_ONE_ROW, "output"), **as_row)
+    source = add(f"{name}/source", "Reshape", value, of(_ONE_ROW, "output"), **as_row, **{NOT_FOLDED: _EMPTY})
+    add(name, _WRITE, of(target, "output"), of(source, "output"), T=dtype, loc=attr_value_pb2.AttrValue(i=0))
     return list(graph_def.node)
 
 

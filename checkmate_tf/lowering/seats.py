@@ -23,6 +23,7 @@ from checkmate_tf.lowering.dividers import divide
 from checkmate_tf.lowering.rehearse import empty
 
 _LEAST_BYTES = 64 << 10  # smaller tensors of a batch find room between others
+_BETWEEN = 1 / 256  # of the batches, what the blocks between their seats may take in any case
 _ROOM = 4  # times the seats, from which they are cut
 
 
@@ -33,8 +34,8 @@ class Seats:
         sizes: Bytes of each tensor of the batches.
         small: Bytes of each seat for small tensors, if the device counts those.
         device: Device that will have them.
-        most_bytes: What the blocks may take: once for batches, and once for small tensors. There are no seats where
-            that is too little.
+        most_bytes: What the blocks may take: once for batches, where they may take a part of these as well, and once
+            for small tensors. There are no seats where that is too little.
 
     Attributes:
         nbytes: What the blocks take.
@@ -46,7 +47,7 @@ class Seats:
         # The first part keeps the first seat from growing into what is in front of it.
         parts = [max(_LEAST_BYTES, uncounted), *(size for size in sizes if size >= _LEAST_BYTES)]
         between = counted_bytes(device, [divider_bytes(size, uncounted) for size in parts])
-        self._parts = parts if len(parts) > 1 and between <= most_bytes else []
+        self._parts = parts if len(parts) > 1 and between <= max(most_bytes, _BETWEEN * sum(sizes)) else []
         blocks_bytes = UNIT_BYTES * (len(small) + 1)
         self._small = list(small) if uncounted <= UNIT_BYTES and blocks_bytes <= most_bytes else []
         self.nbytes = (between if self._parts else 0) + (blocks_bytes if self._small else 0)

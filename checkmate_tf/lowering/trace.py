@@ -14,12 +14,15 @@ from tensorflow.python.training import saver
 
 from checkmate_tf.lowering import device
 from checkmate_tf.lowering.again import leaner_reruns
+from checkmate_tf.lowering.branches import assign_in_place
 from checkmate_tf.lowering.calls import read_before_calls
 from checkmate_tf.lowering.creation import created
 from checkmate_tf.lowering.implementations.pooling import poolings_by_places
 from checkmate_tf.lowering.implementations.rewrite import Fired, rewrite
 from checkmate_tf.lowering.implementations.rule import Rule
+from checkmate_tf.lowering.in_place import writable
 from checkmate_tf.lowering.sums import sum_in_pairs
+from checkmate_tf.lowering.variables import variables_by_input
 
 _NOT_INFERRED = frozenset({"PartitionedCall", "Placeholder", "ReadVariableOp", "StatefulPartitionedCall"})
 _LOWER = "_lower_using_switch_merge"  # the runtime expands this loop or branch in the caller's graph
@@ -95,7 +98,7 @@ def trace(
     reads = read_before_calls(graph_def, graph)
     if not rules and not alternatives:
         simplified = _simplify(function, graph_def, reads)
-        sum_in_pairs(simplified, created(function, {}))
+        _make_steady(simplified, function, {})
         return TracedStep(function, simplified)
     specs = {
         (op.name, k): tf.TensorSpec(t.shape, t.dtype) for op in graph.get_operations() for k, t in enumerate(op.outputs)
@@ -106,7 +109,7 @@ def trace(
     left_alone = poolings_by_places(rewritten.graph_def.node)
     merged = _simplify(function, rewritten.graph_def, reads, left_alone, fold=False)
     simplified = _simplify(function, merged, reads, left_alone)
-    sum_in_pairs(simplified, created(function, rewritten.stands_in))
+    _make_steady(simplified, function, rewritten.stands_in)
     poolings_by_places(simplified.node)
     again = leaner_reruns(simplified.node, on_cpu=on_cpu)
     return TracedStep(function, simplified, rewritten.stands_in, rewritten.fired, rewritten.offered, again)
@@ -167,6 +170,12 @@ def _simplify(
     return simplified
 
 
+def _make_steady(graph_def: graph_pb2.GraphDef, function, stands_in: Mapping[str, str]) -> None:
+    """Leaves nothing to chance of which ops overwrite what: the order of a sum, where a variable lies after a step."""
+    sum_in_pairs(graph_def, created(function, stands_in))
+    assign_in_place(graph_def, writable(function))
+
+
 def _nbytes(tensor: tensor_pb2.TensorProto) -> int:
     return math.prod(axis.size for axis in tensor.tensor_shape.dim) * tf.as_dtype(tensor.dtype).size
 
@@ -178,12 +187,6 @@ def _take_lowering_marks(graph_def: graph_pb2.GraphDef) -> set[str]:
         if node.name in marked:
             del node.attr[_LOWER]
     return marked
-
-
-def variables_by_input(function: tf.types.experimental.ConcreteFunction) -> dict[str, tf.Variable]:
-    """Name of each input of a function that is a variable's -> the variable."""
-    inputs = {id(handle): placeholder.op.name for handle, placeholder in function.graph.captures}
-    return {inputs[id(variable.handle)]: variable for variable in function.variables if id(variable.handle) in inputs}
 
 
 def _take_handles(graph_def: graph_pb2.GraphDef, function) -> dict[str, node_def_pb2.NodeDef]:

@@ -199,9 +199,11 @@ class _Watch:
             _reset_peak()
             result = run(data)
             peak = tf.config.experimental.get_memory_info(DEVICE)["peak"]
-            budget = max((step.budget_bytes for step in training._steps.values() if step is not None), default=0)
+            steps = [step for step in training._steps.values() if step is not None]
+            budget = max((step.budget_bytes for step in steps), default=0)
             if peak > budget + self.more_bytes:
-                self.over.append(f"a step took {peak} of {budget}")
+                predicted = [step.candidate.peak_bytes for step in steps]
+                self.over.append(f"a step took {peak} of {budget} and {self.more_bytes}, {predicted} predicted")
             return result
 
         training._run, training.plan = watched, planned

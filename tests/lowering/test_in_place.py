@@ -172,3 +172,84 @@ def test_constants_that_the_plan_frees_are_not_held_by_the_function():
     run(x)
     assert in_use_bytes("CPU:0") - before < 1 << 18
     np.testing.assert_array_equal(variable, np.full(1 << 18, 3.0))
+
+
+def in_branch(variable, x):
+    tf.cond(x[0] > 0, lambda: variable.assign(x * 2), lambda: variable.assign(x * 3))
+
+
+def in_nested_branch(variable, x):
+    def more():
+        tf.cond(x[1] > 0, lambda: variable.assign(x * 2), lambda: variable.assign_add(x))
+        return x[0]
+
+    tf.cond(x[0] > 0, more, lambda: variable.assign(x * 3)[0])
+
+
+def in_case(variable, x):
+    by = [lambda factor=factor: variable.assign(x * factor) for factor in (2.0, 3.0, 4.0)]
+    tf.switch_case(tf.cast(tf.abs(x[0]), tf.int32), by)
+
+
+def in_loop(variable, x):
+    def turn(k):
+        variable.assign(variable * 0.5 + x)
+        return k + 1
+
+    tf.while_loop(lambda k: k < 3, turn, [0])
+
+
+def in_called_function(variable, x):
+    tf.function(lambda x: variable.assign(x * 2 + variable), autograph=False)(x)
+
+
+@pytest.mark.parametrize("assign", [in_branch, in_nested_branch, in_case, in_loop, in_called_function])
+def test_a_variable_stays_where_it_is_in_whatever_function_it_is_assigned(assign):
+    found, expected = (tf.Variable(tf.ones((150,))) for _ in range(2))
+
+    def training(variable):
+        def step(x):
+            assign(variable, x)
+            return tf.reduce_sum(variable * x)
+
+        return step
+
+    run, plain = planned(training(found), tf.ones((150,)))[0], tf.function(training(expected))
+    before = place(found)
+    for first, second in [(1.0, 1.0), (-1.0, 1.0), (1.0, -1.0), (2.5, 0.0)]:
+        x = tf.concat([[first, second], tf.linspace(0.0, 1.0, 148)], 0)
+        run(x)
+        plain(x)
+        assert place(found) == before
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_who_has_read_a_variable_keeps_what_was_read_where_a_branch_assigns_it():
+    variable = tf.Variable(tf.ones((1000,)))
+
+    def step(x):
+        read = variable.read_value()
+        tf.cond(x[0] > 0, lambda: variable.assign(x), lambda: variable.assign(-x))
+        return read * 2
+
+    x = tf.fill((1000,), 4.0)
+    run, _ = planned(step, x)
+    read = variable.read_value()
+    np.testing.assert_array_equal(run(x)[0], np.full(1000, 2.0))
+    np.testing.assert_array_equal(read, np.ones(1000))
+    np.testing.assert_array_equal(variable, x)
+
+
+def test_a_function_that_xla_compiles_assigns_as_it_did():
+    variable = tf.Variable(tf.ones((150,)))
+    inner = tf.function(lambda x: variable.assign(x * 2 + variable), jit_compile=True, autograph=False)
+
+    def step(x):
+        inner(x)
+        return tf.reduce_sum(x)
+
+    x = tf.ones((150,))
+    run, graph_def = planned(step, x)
+    run(x)
+    np.testing.assert_array_equal(variable, np.full(150, 3.0))
+    assert {node.op for body in graph_def.library.function for node in body.node_def} >= {"AssignVariableOp"}
