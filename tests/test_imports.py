@@ -84,7 +84,7 @@ PLACES = {
     "keras": {"lowering", "pipeline", "keras", "api", "commands"},
     "ortools": {"solvers"},
     "matplotlib": {"plots"},
-    "networkx": {"baselines"},
+    "networkx": {"baselines", "lowering"},
     "sklearn": {"sample_data"},
     "PIL": {"sample_data"},
 }

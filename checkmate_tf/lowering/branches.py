@@ -1,22 +1,30 @@
-"""Assignments in place within the branches of a step.
+"""Updates of variables within the branches of a step: in place, and one after the other.
 
-Keras updates the variables in one where it scales the loss (mixed precision) or accumulates gradients.
+Keras updates the variables in one where it scales the loss (mixed precision) or accumulates gradients. TensorFlow runs
+a branch's ops as they become ready, so first all that read variables, and holds what they make for all variables at
+once. Here what an update needs is made right before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+import networkx as nx
 from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2, node_def_pb2
 from tensorflow.python.eager import context
 
 from checkmate_tf.lowering.in_place import in_place, one_row
 
-_ASSIGN = "AssignVariableOp"
-_FIRST_ARGUMENT = {"If": 1, "Case": 1, "While": 0, "PartitionedCall": 0, "StatefulPartitionedCall": 0}
-_PASS_ON = frozenset({"Identity", "Switch"})
+_ASSIGN, _READ = "AssignVariableOp", "ReadVariableOp"
+_UPDATES = ("Assign", "ResourceApply", "ResourceScatter", "_ParallelConcatUpdate")
+FIRST_ARGUMENT = {"If": 1, "Case": 1, "While": 0, "PartitionedCall": 0, "StatefulPartitionedCall": 0}
+_EXPANDED = frozenset({"Switch", "Merge"})  # a branch without functions: what waits for one not taken does not run
+PASS_ON = frozenset({"Identity", "Switch"})
 _FOR_XLA = "_XlaMustCompile"
-_IN_PLACE = "_in_place"  # ends the names of the functions that are made here
+_IN_PLACE = "_in_place"  # ends the names of the functions that are made here, with a figure for each argument
+_MADE = re.compile(f"{_IN_PLACE}[01]+$")
 
 
 def assign_in_place(graph_def: graph_pb2.GraphDef, writable: Collection[str]) -> None:
@@ -28,7 +36,7 @@ def assign_in_place(graph_def: graph_pb2.GraphDef, writable: Collection[str]) ->
     """
     functions = _Functions(graph_def)
     for node in graph_def.node:
-        functions.replace_called(node, writable.__contains__)
+        functions.replacecalled(node, writable.__contains__)
 
 
 class _Functions:
@@ -39,19 +47,19 @@ class _Functions:
         self._bodies = {body.signature.name: body for body in self._library}
         self._made: dict[tuple[str, tuple[bool, ...]], str] = {}
 
-    def replace_called(self, node: node_def_pb2.NodeDef, is_writable: Callable[[str], bool]) -> None:
+    def replacecalled(self, node: node_def_pb2.NodeDef, is_writable: Callable[[str], bool]) -> None:
         """Has an op call functions that assign in place.
 
         Args:
             node: The op.
             is_writable: Tells of the name of an input whether it is such a variable.
         """
-        if node.op not in _FIRST_ARGUMENT or _is_for_xla(node):
+        if node.op not in FIRST_ARGUMENT or _is_for_xla(node):
             return
         inputs = [name for name in node.input if not name.startswith("^")]
-        flags = tuple(is_writable(name) for name in inputs[_FIRST_ARGUMENT[node.op] :])
+        flags = tuple(is_writable(name) for name in inputs[FIRST_ARGUMENT[node.op] :])
         if any(flags):
-            for function in _called(node):
+            for function in called(node):
                 function.name = self._in_place(function.name, flags)
 
     def _in_place(self, name: str, flags: tuple[bool, ...]) -> str:
@@ -79,8 +87,8 @@ class _Functions:
         nodes = {node.name: node for node in body.node_def}
 
         def is_writable(name: str) -> bool:
-            source = nodes.get(name.partition(":")[0])
-            return name in arguments if source is None else source.op in _PASS_ON and is_writable(source.input[0])
+            source = nodes.get(_op(name))
+            return name in arguments if source is None else source.op in PASS_ON and is_writable(source.input[0])
 
         changed = function_pb2.FunctionDef()
         changed.CopyFrom(body)
@@ -89,7 +97,7 @@ class _Functions:
         for original in body.node_def:
             node = node_def_pb2.NodeDef()
             node.CopyFrom(original)
-            self.replace_called(node, is_writable)
+            self.replacecalled(node, is_writable)
             stays = node.op == _ASSIGN and is_writable(node.input[0])
             assigned += [node.name] if stays else []
             changed.node_def.extend(in_place(node, in_function=True) if stays else [node])
@@ -98,10 +106,62 @@ class _Functions:
         for name in set(assigned) - set(body.control_ret.values()):  # an op without state runs for what needs it only
             changed.control_ret[name] = name
             changed.signature.control_output.append(name)
+        _order_updates(changed.node_def)
         return changed if list(changed.node_def) != list(body.node_def) else None
 
 
-def _called(node: node_def_pb2.NodeDef) -> Iterator[attr_value_pb2.NameAttrList]:
+def is_ordered(body: function_pb2.FunctionDef) -> bool:
+    """Whether a function is one that was made here, and its ops run in one order."""
+    return _MADE.search(body.signature.name) is not None and not any(node.op in _EXPANDED for node in body.node_def)
+
+
+def _order_updates(nodes: Sequence[node_def_pb2.NodeDef]) -> None:
+    """Adds control edges that leave one order: depth first, from one update to the next."""
+    updates = [node.name for node in nodes if _is_update(node)]
+    if not updates or any(node.op in _EXPANDED for node in nodes):
+        return
+    by_name = {node.name: node for node in nodes}
+    waits = nx.DiGraph()  # from each op to what it waits for
+    for node in nodes:
+        waits.add_edges_from((node.name, op) for name in node.input if (op := _op(name)) in by_name)
+    _let_readers_go_first(waits, updates, by_name)
+    waits.add_edges_from(("", name) for name in [*updates, *by_name])
+    order = [name for name in nx.dfs_postorder_nodes(waits, "") if name and by_name[name].op != "Const"]
+    for before, name in itertools.pairwise(order):
+        if before not in map(_op, by_name[name].input):
+            by_name[name].input.append(f"^{before}")
+
+
+def _let_readers_go_first(
+    waits: nx.DiGraph, updates: Sequence[str], by_name: Mapping[str, node_def_pb2.NodeDef]
+) -> None:
+    """Has each update wait for all that use what was read before it: a buffer that is still read is not written into.
+
+    Args:
+        waits: An edge from each op to what it waits for; takes more.
+        updates: Names of the ops that update variables.
+        by_name: All ops.
+    """
+    for update in updates:
+        reads = [op for op in waits.successors(update) if by_name[op].op == _READ] if update in waits else []
+        after = nx.ancestors(waits, update) if reads else set()
+        for user in {user for read in reads for user in waits.predecessors(read)} - after - {update}:
+            others = nx.ancestors(waits, user).intersection(updates) - after - {update}
+            waits.add_edges_from((update, other) for other in others or {user})
+            after = nx.ancestors(waits, update)
+
+
+def _op(tensor: str) -> str:
+    """Name of the op that an input of a node comes from."""
+    return tensor.removeprefix("^").partition(":")[0]
+
+
+def _is_update(node: node_def_pb2.NodeDef) -> bool:
+    return node.op.startswith(_UPDATES) or node.op in FIRST_ARGUMENT
+
+
+def called(node: node_def_pb2.NodeDef) -> Iterator[attr_value_pb2.NameAttrList]:
+    """The functions that an op calls."""
     for value in node.attr.values():
         if value.HasField("func"):
             yield value.func

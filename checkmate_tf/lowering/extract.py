@@ -17,7 +17,7 @@ from checkmate_tf.lowering.creation import created, places
 from checkmate_tf.lowering.trace import TracedStep
 
 # Ops whose outputs are their inputs' storage under another name.
-_ALIASES = frozenset(
+ALIASES = frozenset(
     {"Reshape", "Squeeze", "ExpandDims", "Identity", "IdentityN", "StopGradient", "PreventGradient", "EnsureShape"}
 )
 # Ops whose outputs live longer than the step: the batch, variables, the kernel's own constant.
@@ -132,7 +132,7 @@ def _storage(ops, inputs, outputs) -> np.ndarray:
     """The tensor that owns each tensor's storage."""
     storage = list(range(sum(len(out) for out in outputs)))
     for op, reads, makes in zip(ops, inputs, outputs, strict=True):
-        if op.type in _ALIASES:
+        if op.type in ALIASES:
             for k, t in enumerate(makes):
                 storage[t] = storage[reads[k if op.type == "IdentityN" else 0]]
     return np.array(storage, dtype=np.int64)
@@ -159,7 +159,7 @@ def _controls(ops, number, inputs, storage, outputs) -> tuple[tuple[int, ...], .
     controls = [{number[c.name] for c in op.control_inputs} for op in ops]
     readers: dict[int, list[int]] = {}  # storage owner -> ops that read it other than by renaming
     for k, op in enumerate(ops):
-        if op.type not in _ALIASES:
+        if op.type not in ALIASES:
             for t in inputs[k]:
                 readers.setdefault(int(storage[t]), []).append(k)
     reads_of: dict[str, list[int]] = {}  # variable -> ops that read it, in order

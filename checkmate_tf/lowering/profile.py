@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from checkmate_tf.core.opgraph import CONTROL_FLOW, OUTPUTS, Costs, OpGraph
 from checkmate_tf.lowering.arena import exact_chunks
+from checkmate_tf.lowering.branch_scratch import scratch_of_branches
 from checkmate_tf.lowering.device import counted_bytes, is_cpu, threads, uncounted_below_bytes, wait
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.loops import measure_loops, with_lists
@@ -120,8 +121,9 @@ def profile(
         {op: cache.ops[keys[name]] for op, name in runs.items() if keys[name] in cache.ops} for runs in (names, reruns)
     )
     unmeasured = [op for op in range(graph.n) if _is_large(step, op) and op not in profiles and op not in loops]
+    scratch = scratch_of_branches(step, device)
     profiles |= {op: OpProfile(held.time_s, (held.workspace_bytes,)) for op, held in loops.items()}
-    op_graph, costs = _with_reruns(*_apply(with_lists(graph, step, loops), profiles, unmeasured), again)
+    op_graph, costs = _with_reruns(*_apply(with_lists(graph, step, loops), profiles, unmeasured, scratch), again)
     sized = {graph.names[op] for op in loops}
     return Profile(
         op_graph,
@@ -333,11 +335,14 @@ def _time(run: Callable, device: str, repeats: int) -> tuple[float, float]:
     return min(seconds), min(1.0, busy)
 
 
-def _apply(graph: OpGraph, profiles: dict[int, OpProfile], unmeasured: list[int]) -> tuple[OpGraph, Costs]:
-    """Enters what was measured into the graph and its costs."""
+def _apply(
+    graph: OpGraph, profiles: dict[int, OpProfile], unmeasured: list[int], scratch: Mapping[int, int]
+) -> tuple[OpGraph, Costs]:
+    """Enters what was measured, and the scratch that was counted, into the graph and its costs."""
     time_s, busy = np.full(graph.n, _SMALL_OP_S), np.ones(graph.n)
     time_s[[len(out) == 0 and not once for out, once in zip(graph.outputs, graph.once, strict=True)]] = 0.0
     workspace = np.zeros(graph.n, dtype=np.int64)
+    workspace[list(scratch)] = list(scratch.values())
     storage = graph.storage.copy()
     takeover = list(graph.takeover)
     for op, seen in profiles.items():

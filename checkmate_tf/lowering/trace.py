@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -24,6 +25,7 @@ from checkmate_tf.lowering.in_place import writable
 from checkmate_tf.lowering.sums import sum_in_pairs
 from checkmate_tf.lowering.variables import variables_by_input
 
+_LOWERED = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})
 _NOT_INFERRED = frozenset({"PartitionedCall", "Placeholder", "ReadVariableOp", "StatefulPartitionedCall"})
 _LOWER = "_lower_using_switch_merge"  # the runtime expands this loop or branch in the caller's graph
 
@@ -137,8 +139,10 @@ def _simplify(
             such an edge is not merged with a batch norm.
     """
     graph = function.graph
-    bodies = {body.signature.name: body for body in graph_def.library.function}
-    lowered = _take_lowering_marks(graph_def)
+    bodies = {body.signature.name: copy.deepcopy(body) for body in graph_def.library.function}
+    for body in graph_def.library.function:
+        _take_lowering_marks(body.node_def)
+    lowered = _take_lowering_marks(graph_def.node)
     placed = f"/job:localhost/replica:0/task:0/device:{device.name_of(function.variables)}"
     for node in graph_def.node:
         node.device = node.device or placed
@@ -165,6 +169,10 @@ def _simplify(
     for body in simplified.library.function:  # TensorFlow knows these by name, and takes no second version
         if body.signature.name in bodies:
             body.CopyFrom(bodies[body.signature.name])
+        else:
+            for node in body.node_def:
+                if node.op in _LOWERED:
+                    node.attr[_LOWER].b = True
     shapes = _shapes_not_inferred(graph) | {name: [spec.shape.as_proto()] for name, spec in reads.items()}
     _keep_shapes(simplified, shapes)
     return simplified
@@ -180,10 +188,10 @@ def _nbytes(tensor: tensor_pb2.TensorProto) -> int:
     return math.prod(axis.size for axis in tensor.tensor_shape.dim) * tf.as_dtype(tensor.dtype).size
 
 
-def _take_lowering_marks(graph_def: graph_pb2.GraphDef) -> set[str]:
+def _take_lowering_marks(nodes: Sequence[node_def_pb2.NodeDef]) -> set[str]:
     """Unmarks loops and branches, which Grappler would turn into graphs with cycles; returns their names."""
-    marked = {node.name for node in graph_def.node if _LOWER in node.attr and node.attr[_LOWER].b}
-    for node in graph_def.node:
+    marked = {node.name for node in nodes if _LOWER in node.attr and node.attr[_LOWER].b}
+    for node in nodes:
         if node.name in marked:
             del node.attr[_LOWER]
     return marked

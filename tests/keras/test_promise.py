@@ -21,6 +21,7 @@ import checkmate_tf
 from checkmate_tf.errors import NoScheduleFound
 from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.lowering import device as devices
+from checkmate_tf.lowering.rehearse import address
 from checkmate_tf.planning.planner import Planner
 
 HERE = pathlib.Path(__file__).parent
@@ -93,6 +94,27 @@ def test_a_step_above_its_budget_is_planned_again_with_that_much_less(options, m
     for _ in range(3):
         plain.train_on_batch(x, y)
     assert_same_state(plain, model)
+
+
+def test_momentum_that_a_scaled_loss_lets_be_assigned_stays_where_it_is(options):
+    """Keras assigns it in a branch, where it is known whether the scaled gradients are finite."""
+    set_precision("float32", "mixed_float16")
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(64, 600)).astype("float32"), random.integers(0, 5, 64)
+    stack = [layers.Dense(600, activation="tanh") for _ in range(3)]
+    model = keras.Sequential([keras.Input((600,)), *stack, layers.Dense(5, dtype="float32")])
+    compiled(model, keras.optimizers.SGD(0.01, momentum=0.9))
+    checkmate_tf.compile(model, 1.0, **options)
+    places, peaks = [], []
+    for _ in range(4):
+        devices.reset_peak("CPU:0")
+        model.train_on_batch(x, y)
+        peaks.append(devices.peak_bytes("CPU:0"))
+        large = [v.value for v in model.optimizer.inner_optimizer.variables if len(v.shape) == 2]
+        places.append([address(value.read_value()) for value in large])
+    assert len(places[0]) == 4
+    assert places == places[:1] * 4
+    assert peaks[1:] == [pytest.approx(checkmate_tf.report(model).predicted_peak_bytes, rel=0.01)] * 3
 
 
 def test_whole_and_smaller_batches_take_turns_within_the_budget(options, monkeypatch):
