@@ -33,7 +33,7 @@ def test_a_plan_that_no_longer_keeps_its_budget_is_not_run(options, monkeypatch)
     plain.set_weights(model.get_weights())
     x, y = images(BATCH)
     spec = tf.TensorSpec(x.shape, tf.float64), tf.TensorSpec(y.shape, tf.int64)
-    checkmate_tf.compile(model, 0.9, input_spec=spec, **options)
+    checkmate_tf.compile(model, 1.0, input_spec=spec, **options)
     monkeypatch.setattr(Planner, "confirmed", lambda *_: None)
     with pytest.raises(NoScheduleFound, match="its allocator finds no place"):
         model.train_on_batch(x, y)
