@@ -15,6 +15,7 @@ from tensorflow.python.eager import wrap_function
 from tensorflow.python.framework import function_def_to_graph
 
 from checkmate_tf.lowering.branches import FIRST_ARGUMENT, PASS_ON, called, is_ordered
+from checkmate_tf.lowering.creation import op_of
 from checkmate_tf.lowering.device import counted_bytes
 from checkmate_tf.lowering.extract import ALIASES, ExtractedStep
 from checkmate_tf.lowering.single_op import nbytes
@@ -151,7 +152,7 @@ def _graph_of(body: function_pb2.FunctionDef, known: Mapping[str, _Argument]) ->
     nodes = {node.name: node for node in graph_def.node}
 
     def argument(name: str) -> str:
-        source = nodes[name.partition(":")[0]]
+        source = nodes[op_of(name)]
         return argument(source.input[0]) if source.op in PASS_ON else source.name
 
     for node in graph_def.node:

@@ -15,6 +15,7 @@ import networkx as nx
 from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2, node_def_pb2
 from tensorflow.python.eager import context
 
+from checkmate_tf.lowering.creation import op_of
 from checkmate_tf.lowering.in_place import in_place, one_row
 
 _ASSIGN, _READ = "AssignVariableOp", "ReadVariableOp"
@@ -36,7 +37,7 @@ def assign_in_place(graph_def: graph_pb2.GraphDef, writable: Collection[str]) ->
     """
     functions = _Functions(graph_def)
     for node in graph_def.node:
-        functions.replacecalled(node, writable.__contains__)
+        functions.replace_called(node, writable.__contains__)
 
 
 class _Functions:
@@ -47,7 +48,7 @@ class _Functions:
         self._bodies = {body.signature.name: body for body in self._library}
         self._made: dict[tuple[str, tuple[bool, ...]], str] = {}
 
-    def replacecalled(self, node: node_def_pb2.NodeDef, is_writable: Callable[[str], bool]) -> None:
+    def replace_called(self, node: node_def_pb2.NodeDef, is_writable: Callable[[str], bool]) -> None:
         """Has an op call functions that assign in place.
 
         Args:
@@ -87,7 +88,7 @@ class _Functions:
         nodes = {node.name: node for node in body.node_def}
 
         def is_writable(name: str) -> bool:
-            source = nodes.get(_op(name))
+            source = nodes.get(op_of(name))
             return name in arguments if source is None else source.op in PASS_ON and is_writable(source.input[0])
 
         changed = function_pb2.FunctionDef()
@@ -97,7 +98,7 @@ class _Functions:
         for original in body.node_def:
             node = node_def_pb2.NodeDef()
             node.CopyFrom(original)
-            self.replacecalled(node, is_writable)
+            self.replace_called(node, is_writable)
             stays = node.op == _ASSIGN and is_writable(node.input[0])
             assigned += [node.name] if stays else []
             changed.node_def.extend(in_place(node, in_function=True) if stays else [node])
@@ -123,12 +124,12 @@ def _order_updates(nodes: Sequence[node_def_pb2.NodeDef]) -> None:
     by_name = {node.name: node for node in nodes}
     waits = nx.DiGraph()  # from each op to what it waits for
     for node in nodes:
-        waits.add_edges_from((node.name, op) for name in node.input if (op := _op(name)) in by_name)
+        waits.add_edges_from((node.name, op) for name in node.input if (op := op_of(name)) in by_name)
     _let_readers_go_first(waits, updates, by_name)
     waits.add_edges_from(("", name) for name in [*updates, *by_name])
     order = [name for name in nx.dfs_postorder_nodes(waits, "") if name and by_name[name].op != "Const"]
     for before, name in itertools.pairwise(order):
-        if before not in map(_op, by_name[name].input):
+        if before not in map(op_of, by_name[name].input):
             by_name[name].input.append(f"^{before}")
 
 
@@ -145,15 +146,13 @@ def _let_readers_go_first(
     for update in updates:
         reads = [op for op in waits.successors(update) if by_name[op].op == _READ] if update in waits else []
         after = nx.ancestors(waits, update) if reads else set()
-        for user in {user for read in reads for user in waits.predecessors(read)} - after - {update}:
-            others = nx.ancestors(waits, user).intersection(updates) - after - {update}
-            waits.add_edges_from((update, other) for other in others or {user})
+        users = dict.fromkeys(user for read in reads for user in waits.predecessors(read))
+        for user in users:
+            if user == update or user in after:
+                continue
+            later = nx.ancestors(waits, user) - after - {update}
+            waits.add_edges_from((update, other) for other in [op for op in updates if op in later] or [user])
             after = nx.ancestors(waits, update)
-
-
-def _op(tensor: str) -> str:
-    """Name of the op that an input of a node comes from."""
-    return tensor.removeprefix("^").partition(":")[0]
 
 
 def _is_update(node: node_def_pb2.NodeDef) -> bool:

@@ -14,6 +14,11 @@ def created(function: tf.types.experimental.ConcreteFunction, stands_in: Mapping
     return own | {name: own[other] for name, other in stands_in.items()}
 
 
+def op_of(tensor: str) -> str:
+    """Name of the op that an input of a node comes from, or that it waits for."""
+    return tensor.removeprefix("^").partition(":")[0]
+
+
 def places(dependencies: Mapping[str, Iterable[str]], created: Mapping[str, int]) -> dict[str, int]:
     """Where in the order of creation each op belongs, never before what it depends on.
 

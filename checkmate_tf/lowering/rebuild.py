@@ -13,6 +13,7 @@ from tensorflow.python.framework import op_def_registry
 from checkmate_tf.core.forks import Fork, is_ordered, lane_of_steps, to_hold
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.plan import Plan
+from checkmate_tf.lowering.creation import op_of
 from checkmate_tf.lowering.in_place import NOT_FOLDED, in_place, one_row, writable
 from checkmate_tf.lowering.trace import TracedStep
 
@@ -145,7 +146,7 @@ def planned_graph_def(
         constant.append(node.op == "Const" or (bool(sources) and all(constant[source] for source in sources)))
         if constant[-1] and node.op != "Const":
             node.attr[NOT_FOLDED].list.SetInParent()
-        stays = node.op == "AssignVariableOp" and node.input[0].partition(":")[0] in variables
+        stays = node.op == "AssignVariableOp" and op_of(node.input[0]) in variables
         built.node.extend(in_place(node) if stays else [node])
         names.append(node.name)
         latest[graph.names[op]] = node.name

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
-from checkmate_tf.lowering.creation import places
+from checkmate_tf.lowering.creation import op_of, places
 
 _SUM, _PAIR = "AddN", "AddV2"
 
@@ -27,15 +27,18 @@ def sum_in_pairs(graph_def: graph_pb2.GraphDef, created: Mapping[str, int]) -> N
         graph_def: A graph without cycles.
         created: As `creation.created` gives it.
     """
-    dependencies = {node.name: [_op(name) for name in node.input] for node in graph_def.node}
+    sums = [node for node in graph_def.node if node.op == _SUM and len(node.input) > 2]
+    if not sums:
+        return
+    dependencies = {node.name: [op_of(name) for name in node.input] for node in graph_def.node}
     place = places(dependencies, created)
-    for node in [node for node in graph_def.node if node.op == _SUM]:
+    for node in sums:
         terms = [name for name in node.input if not name.startswith("^")]
         dtype = tf.as_dtype(node.attr["T"].type)
         if len(terms) < 3 or not (dtype.is_floating or dtype.is_complex):
             continue
         controls = node.input[len(terms) :]
-        terms.sort(key=lambda name: place[_op(name)])
+        terms.sort(key=lambda name: place[op_of(name)])
         partial = terms[0]
         for k, term in enumerate(terms[1:-1], start=2):
             pair = graph_def.node.add(name=f"{node.name}/of_{k}", op=_PAIR, input=[partial, term], device=node.device)
@@ -45,8 +48,3 @@ def sum_in_pairs(graph_def: graph_pb2.GraphDef, created: Mapping[str, int]) -> N
         node.ClearField("attr")
         node.attr["T"].type = dtype.as_datatype_enum
         node.input[:] = [partial, terms[-1], *controls]
-
-
-def _op(tensor: str) -> str:
-    """Name of the op that an input of a node comes from."""
-    return tensor.removeprefix("^").partition(":")[0]

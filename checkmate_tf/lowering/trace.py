@@ -13,6 +13,7 @@ from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config
 from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.training import saver
 
+from checkmate_tf.core.opgraph import CONTROL_FLOW
 from checkmate_tf.lowering import device
 from checkmate_tf.lowering.again import leaner_reruns
 from checkmate_tf.lowering.branches import assign_in_place
@@ -25,7 +26,6 @@ from checkmate_tf.lowering.in_place import writable
 from checkmate_tf.lowering.sums import sum_in_pairs
 from checkmate_tf.lowering.variables import variables_by_input
 
-_LOWERED = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})
 _NOT_INFERRED = frozenset({"PartitionedCall", "Placeholder", "ReadVariableOp", "StatefulPartitionedCall"})
 _LOWER = "_lower_using_switch_merge"  # the runtime expands this loop or branch in the caller's graph
 
@@ -171,7 +171,7 @@ def _simplify(
             body.CopyFrom(bodies[body.signature.name])
         else:
             for node in body.node_def:
-                if node.op in _LOWERED:
+                if node.op in CONTROL_FLOW:
                     node.attr[_LOWER].b = True
     shapes = _shapes_not_inferred(graph) | {name: [spec.shape.as_proto()] for name, spec in reads.items()}
     _keep_shapes(simplified, shapes)
