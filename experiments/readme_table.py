@@ -163,6 +163,7 @@ TABLES = {
     "glance": (RESULTS / "within_budget.json", glance_table),
     "measured": (RESULTS / "within_budget.json", measured_table),
     "fused": (RESULTS / "within_budget_fused.json", measured_table),
+    "gpu": (RESULTS / "within_budget_gpu.json", measured_table),
     "peers": (RESULTS / "peers.json", peers_table),
     "solvers": (RESULTS / "solvers.json", solvers_table),
     "ratios": (RESULTS / "solvers.json", ratios_table),

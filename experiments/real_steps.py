@@ -12,7 +12,17 @@ from models import CASES
 import checkmate_tf
 
 RESERVED = "9GiB"  # of address space, for plain and planned steps alike
-DEVICE = "CPU:0"
+
+
+def device() -> str:
+    """The device that models train on."""
+    return "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
+
+
+def device_name() -> str:
+    """What kind of device that is."""
+    gpus = tf.config.list_physical_devices("GPU")
+    return tf.config.experimental.get_device_details(gpus[0])["device_name"] if gpus else "CPU"
 
 
 def prepared(name: str) -> tuple[keras.Model, tuple[tf.Tensor, tf.Tensor], tuple[tf.TensorSpec, tf.TensorSpec]]:
@@ -44,9 +54,9 @@ def timed(function, batch: tuple[tf.Tensor, tf.Tensor], steps: int) -> tuple[lis
     """
     seconds, peaks = [], []
     for _ in range(1 + steps):
-        tf.config.experimental.reset_memory_stats(DEVICE)
+        tf.config.experimental.reset_memory_stats(device())
         start = time.perf_counter()
         float(function(iter([batch]))["loss"])
         seconds.append(time.perf_counter() - start)
-        peaks.append(tf.config.experimental.get_memory_info(DEVICE)["peak"])
+        peaks.append(tf.config.experimental.get_memory_info(device())["peak"])
     return seconds[1:], max(peaks[1:])

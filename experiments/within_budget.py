@@ -3,6 +3,7 @@
     python experiments/within_budget.py                       # every case, results/within_budget.json
     python experiments/within_budget.py --cases MobileNet --budgets 0.5 --out /tmp/out.json
     python experiments/within_budget.py --implementations fused        # results/within_budget_fused.json
+    python experiments/within_budget.py --batch-factor 8 --out experiments/results/within_budget_gpu.json  # on a GPU
 
 Each case runs in a process of its own. Peaks are those of the first planned steps, the allocator's own, everything on
 the device included. Then planned and plain steps alternate, one by one, as a shared machine is not always as fast; the
@@ -46,11 +47,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, help="least measured steps of each kind (default 5)")
     parser.add_argument("--time-limit", type=float, default=40.0, help="seconds of search per budget")
     parser.add_argument("--implementations", default="exact", choices=["exact", "fused"])
+    parser.add_argument("--batch-factor", type=int, default=1, help="times the batch of each case, as for a GPU")
     parser.add_argument("--out", type=pathlib.Path, help="default: results/within_budget[_fused].json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        rows = run_case(args.worker, args.budgets, args.steps, args.time_limit, args.implementations)
+        rows = run_case(args.worker, args.budgets, args.steps, args.time_limit, args.implementations, args.batch_factor)
         send_rows(rows)
         return 0
     suffix = "" if args.implementations == "exact" else f"_{args.implementations}"
@@ -63,22 +65,26 @@ def main() -> int:
         "most_steps": MOST_ROUNDS,
         "measured_s": MEASURED_S,
         "steps_for_peaks": PEAKS,
-    }
+    } | ({"batch_factor": args.batch_factor} if args.batch_factor > 1 else {})
     result = ResultFile(args.out, settings, ("case", "budget"), KERAS_PACKAGES)
     defaults = BUDGETS if args.implementations == "exact" else FUSED_BUDGETS
     for case in args.cases or defaults:
         budgets = args.budgets or defaults.get(case, BUDGETS[case])
         command = ["--worker", case, "--steps", str(args.steps), "--time-limit", str(args.time_limit)]
-        command += ["--implementations", args.implementations, "--budgets", *budgets]
+        command += ["--implementations", args.implementations, "--batch-factor", str(args.batch_factor)]
+        command += ["--budgets", *budgets]
         result.add(run_worker(__file__, command))
     return 0
 
 
-def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float, implementations: str) -> list[dict]:
+def run_case(
+    name: str, budgets: list[str], steps: int, time_limit_s: float, implementations: str, batch_factor: int
+) -> list[dict]:
     """Measures one case at each budget; runs in the worker process."""
     import numpy as np
     import tensorflow as tf
     from models import CASES
+    from real_steps import device_name
 
     import checkmate_tf
 
@@ -86,7 +92,8 @@ def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float, imp
     case = CASES[name]
     tf.keras.utils.set_random_seed(0)
     model = case.build()
-    x, y = (tf.constant(part) for part in case.batch(np.random.default_rng(0)))
+    rng = np.random.default_rng(0)
+    x, y = (tf.concat(parts, 0) for parts in zip(*(case.batch(rng) for _ in range(batch_factor)), strict=True))
     spec = (tf.TensorSpec(x.shape, x.dtype), tf.TensorSpec(y.shape, y.dtype))
     rows = []
     with tempfile.TemporaryDirectory() as cache_dir:
@@ -108,7 +115,7 @@ def run_case(name: str, budgets: list[str], steps: int, time_limit_s: float, imp
                 ).budget_bytes
             else:
                 budget_bytes = int((2.0 if budget == "all" else float(budget)) * plain_peak)
-            row = {"case": name, "budget": budget, "budget_bytes": budget_bytes}
+            row = {"case": name, "budget": budget, "budget_bytes": budget_bytes, "device": device_name()}
             try:
                 row |= measure(model, (x, y), plain, budget_bytes, options, steps)
             except checkmate_tf.CheckmateError as error:
@@ -137,12 +144,13 @@ class Stepper:
     def peaks(self, steps: int = PEAKS) -> list[int]:
         """Runs some steps; returns the peak of each in bytes."""
         import tensorflow as tf
+        from real_steps import device
 
         found = []
         for _ in range(steps):
-            tf.config.experimental.reset_memory_stats("CPU:0")
+            tf.config.experimental.reset_memory_stats(device())
             self.step()
-            found.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+            found.append(tf.config.experimental.get_memory_info(device())["peak"])
         return found
 
 

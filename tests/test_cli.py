@@ -10,10 +10,11 @@ from pathlib import Path
 
 import keras
 import pytest
+import tensorflow as tf
 
 import checkmate_tf
 from checkmate_tf import cli
-from checkmate_tf.commands import wall
+from checkmate_tf.commands import steps, wall
 from checkmate_tf.commands.settings import FAILED, OUT_OF_MEMORY, TRAINED, Outcome, Settings
 from checkmate_tf.commands.tables import comparison, expectations
 from checkmate_tf.errors import InfeasibleBudget
@@ -253,6 +254,27 @@ def test_a_process_at_a_real_wall_runs_out_of_memory():
     walled, _ = wall._in_process("plain", limited)
     assert walled.outcome == OUT_OF_MEMORY
     assert "ResourceExhaustedError" in walled.message
+
+
+@pytest.mark.parametrize(
+    ("error", "ran_out"),
+    [
+        (tf.errors.ResourceExhaustedError(None, None, "OOM when allocating"), True),
+        (tf.errors.NotFoundError(None, None, "No algorithm worked!\n engine: RESOURCE_EXHAUSTED: Out of memory"), True),
+        (tf.errors.NotFoundError(None, None, "No algorithm worked!"), False),
+    ],
+)
+def test_out_of_memory_is_told_also_where_no_convolution_of_a_gpu_finds_any(monkeypatch, error, ran_out):
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(keras.Model, "train_on_batch", refuse)
+    settings = Settings("MobileNet", 0.5, batch_size=2, image_size=32, steps=1)
+    if ran_out:
+        assert steps.run_plain(settings).outcome == OUT_OF_MEMORY
+    else:
+        with pytest.raises(tf.errors.NotFoundError):
+            steps.run_plain(settings)
 
 
 @pytest.mark.slow

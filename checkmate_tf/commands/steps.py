@@ -153,8 +153,10 @@ def _plan_and_train(model: keras.Model, settings: Settings) -> Outcome:
             time_limit_s=settings.time_limit_s,
             verbose=True,
         )
-    except tf.errors.ResourceExhaustedError as error:
-        return Outcome(OUT_OF_MEMORY, message=f"ResourceExhaustedError while it was planned: {_first_line(error)}")
+    except tf.errors.OpError as error:
+        if not _is_out_of_memory(error):
+            raise
+        return Outcome(OUT_OF_MEMORY, message=f"{type(error).__name__} while it was planned: {_first_line(error)}")
     training = _Training(model, settings)
     training.run(settings.warm_up, settings.steps)
     return dataclasses.replace(training.outcome(), **_planned_facts(model))
@@ -184,8 +186,10 @@ class _Training:
                 if step >= warm_up:
                     self._times_s.append(seconds)
                     self._peaks += [] if peak_bytes is None else [peak_bytes]
-        except tf.errors.ResourceExhaustedError as error:
-            self._out_of_memory = f"ResourceExhaustedError in step {len(self._losses) + 1}: {_first_line(error)}"
+        except tf.errors.OpError as error:
+            if not _is_out_of_memory(error):
+                raise
+            self._out_of_memory = f"{type(error).__name__} in step {len(self._losses) + 1}: {_first_line(error)}"
 
     def outcome(self) -> Outcome:
         """What came of the steps so far; running out of memory is an outcome, not an error."""
@@ -235,5 +239,11 @@ def _peak_bytes(device: str) -> int | None:
         return None
 
 
+def _is_out_of_memory(error: tf.errors.OpError) -> bool:
+    """On a GPU a convolution that finds no memory for any algorithm says that none was found, and each one's reason."""
+    return isinstance(error, tf.errors.ResourceExhaustedError) or "RESOURCE_EXHAUSTED" in error.message
+
+
 def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if "OOM" in line), str(error).splitlines()[0])
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if "OOM" in line or "Out of memory" in line), lines[0])

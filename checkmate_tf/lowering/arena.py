@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from checkmate_tf.core.allocator import BfcAllocator
-from checkmate_tf.lowering.device import in_use_bytes, is_cpu
+from checkmate_tf.lowering.device import grows, in_use_bytes, is_cpu, limit_bytes
 from checkmate_tf.lowering.rehearse import address, allocator_config, empty, refusal
 
 _log = logging.getLogger(__name__)
@@ -30,14 +30,16 @@ def make_room(device: str, nbytes: int, variables: Sequence[tf.Variable]) -> int
     CPU the block is address space until it is written to.
 
     Args:
-        device: Device whose allocator is meant. Only a CPU's grows.
+        device: Device whose allocator is meant.
         nbytes: Size that is wanted; less where the device has a limit.
         variables: What the device holds; they take part of the limit.
 
     Returns:
-        Size of the block; 0 where there is none.
+        Size of the block; 0 where there is none, or where it cannot be told: on a GPU.
     """
     if not is_cpu(device):
+        if grows(device):
+            _grow(device, nbytes)
         return 0
     config = allocator_config(device=device)
     taken = BfcAllocator(config)
@@ -46,6 +48,18 @@ def make_room(device: str, nbytes: int, variables: Sequence[tf.Variable]) -> int
             taken.allocate(size)
     room = min(nbytes, config.limit_bytes - max(taken.pool_bytes, in_use_bytes(device)) - _LEFT_FREE_BYTES)
     return _free_block(device, room)
+
+
+def _grow(device: str, nbytes: int) -> None:
+    """Makes the allocator own one free block of this size, if there is room; after a refusal none is asked for."""
+    limit = limit_bytes(device)
+    if device in _granted or (limit is not None and in_use_bytes(device) + nbytes > limit):
+        return
+    with tf.device(device):
+        try:
+            empty(nbytes)
+        except tf.errors.ResourceExhaustedError:
+            _granted[device] = 0
 
 
 def _free_block(device: str, nbytes: int) -> int:

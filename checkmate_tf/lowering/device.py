@@ -58,12 +58,31 @@ def limit_bytes(device: str) -> int | None:
     """Most bytes that the allocator may hand out, or None where that cannot be told."""
     if is_cpu(device):
         return allocator_config(device=device).limit_bytes
+    physical = _physical(device)
+    configured = physical and tf.config.get_logical_device_configuration(physical)
+    if configured and configured[0].memory_limit:
+        return configured[0].memory_limit << 20
+    return None
+
+
+def grows(device: str) -> bool:
+    """Whether the allocator takes memory as it is asked for, in regions, and not all at the start."""
+    if is_cpu(device):
+        return True
+    forced = os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH")
+    if forced in ("true", "false"):
+        return forced == "true"
+    physical = _physical(device)
+    return physical is not None and bool(tf.config.experimental.get_memory_growth(physical))
+
+
+def _physical(device: str) -> tf.config.PhysicalDevice | None:
+    """The GPU that a logical device is, where each is one."""
     for physical, logical in zip(
         tf.config.list_physical_devices("GPU"), tf.config.list_logical_devices("GPU"), strict=False
     ):
-        configured = tf.config.get_logical_device_configuration(physical)
-        if logical.name.endswith(device) and configured and configured[0].memory_limit:
-            return configured[0].memory_limit << 20
+        if logical.name.endswith(device):
+            return physical
     return None
 
 

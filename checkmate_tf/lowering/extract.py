@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -52,11 +53,15 @@ class ExtractedStep:
 def extract(traced: TracedStep) -> ExtractedStep:
     """Imports the simplified graph and describes it as an OpGraph."""
     graph = _imported(traced)
-    on_cpu = "CPU" in device.name_of(traced.function.variables)
+    on = device.name_of(traced.function.variables)
+    on_cpu = device.is_cpu(on)
     for op in graph.get_operations():
         if op.type in _RESERVED and on_cpu:
             elements = op.outputs[0].shape.num_elements() if op.get_attr("is_training") else 0
             op.outputs[-1].set_shape([_RESERVED[op.type](elements)])
+        elif op.type == "FusedBatchNormV3" and op.inputs[0].shape.is_fully_defined():
+            x, attributes = op.inputs[0], {name: op.get_attr(name) for name in ("data_format", "is_training")}
+            op.outputs[-1].set_shape(_reserved_by_gpu(on, tuple(x.shape), x.dtype, **attributes))
     reruns = {op: graph.get_operation_by_name(node.name) for op, node in traced.again.items()}
     ops = _original_order([op for op in graph.get_operations() if op not in reruns.values()], traced)
     number = {op.name: k for k, op in enumerate(ops)}
@@ -69,7 +74,7 @@ def extract(traced: TracedStep) -> ExtractedStep:
     tensor_bytes = np.array([size or 0 for size in sizes], dtype=np.int64)
     storage = _storage(ops, inputs, outputs)
     persistent = np.array([t.op.type in _PERSISTENT or t.dtype in _NO_STORAGE for t in tensors], dtype=bool)
-    is_gradient = _is_gradient(ops, number)
+    is_gradient = _is_gradient(ops, number, created(traced.function, traced.stands_in))
     op_graph = OpGraph(
         names=tuple(op.name for op in ops),
         types=tuple(op.type for op in ops),
@@ -84,12 +89,32 @@ def extract(traced: TracedStep) -> ExtractedStep:
         once=np.array([op.type not in _PERSISTENT and op.op_def.is_stateful for op in ops], dtype=bool),
         is_gradient=is_gradient,
         results=tuple(tensor_number[name] for name in traced.fetches),
-        pairs=_fused_pairs(ops, number),
+        pairs=_fused_pairs(ops, number) if on_cpu and device.onednn_is_on() else {},
         again={number[op]: tuple(tensor_number[t.name] for t in rerun.inputs) for op, rerun in reruns.items()},
         first_last=frozenset(number[op.name] for op in ops if on_cpu and op.type in _FIRST_LAST),
     )
     op_graph.check()
     return ExtractedStep(traced, graph, op_graph, unsized)
+
+
+@functools.cache
+def _reserved_by_gpu(
+    on: str, shape: tuple[int, ...], dtype: tf.DType, *, data_format: bytes, is_training: bool
+) -> list[int]:
+    """Shape of what cuDNN keeps of a batch norm for its gradient, which is not known before it runs."""
+    with tf.device(on):
+        channels = tf.zeros(shape[-1 if data_format.endswith(b"C") else 1])
+        moments = tf.zeros([0]) if is_training else channels
+        result = tf.raw_ops.FusedBatchNormV3(
+            x=tf.zeros(shape, dtype),
+            scale=channels,
+            offset=channels,
+            mean=moments,
+            variance=moments,
+            data_format=data_format,
+            is_training=is_training,
+        )
+    return result.reserve_space_3.shape.as_list()
 
 
 def _imported(traced: TracedStep) -> tf.Graph:
@@ -138,15 +163,16 @@ def _storage(ops, inputs, outputs) -> np.ndarray:
     return np.array(storage, dtype=np.int64)
 
 
-def _is_gradient(ops, number) -> np.ndarray:
+def _is_gradient(ops, number, created) -> np.ndarray:
     """Ops that the gradient tape made, and all that depend on them or, having side effects, follow them.
 
-    Empty lists do not count: the tape makes them for the forward pass of a loop to fill.
+    Empty lists do not count: the tape makes them for the forward pass of a loop to fill. An op that Grappler made is
+    named after one that reads it: for a GPU, a convolution and its gradient share the transposed images.
     """
     gradient = np.zeros(len(ops), dtype=bool)
     for k, op in enumerate(ops):
         if op.inputs or op.control_inputs:
-            from_tape = "gradient_tape/" in op.name and op.type not in _EMPTY_LISTS
+            from_tape = "gradient_tape/" in op.name and op.name in created and op.type not in _EMPTY_LISTS
             gradient[k] = from_tape or any(gradient[number[d.name]] for d in _dependencies(op))
     return gradient
 
@@ -175,9 +201,7 @@ def _controls(ops, number, inputs, storage, outputs) -> tuple[tuple[int, ...], .
 
 
 def _fused_pairs(ops, number) -> dict[int, int]:
-    """BiasAddGrad -> Conv2DBackpropFilter on the same gradient: oneDNN, where it is on, runs the two as one op."""
-    if not device.onednn_is_on():
-        return {}
+    """BiasAddGrad -> Conv2DBackpropFilter on the same gradient: oneDNN runs the two as one op."""
     filters = {
         op.inputs[2].name: op for op in ops if op.type == "Conv2DBackpropFilter" and op.inputs[2].dtype in _ONEDNN_TYPES
     }

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from checkmate_tf.core.allocator import UNIT_BYTES, BfcAllocator, gpu, play
+from checkmate_tf.core.allocator import UNIT_BYTES, AllocatorConfig, AllocatorState, BfcAllocator, gpu, play
 from checkmate_tf.core.dividing import divide, lies_behind
 from checkmate_tf.errors import CheckmateError
-from checkmate_tf.lowering.device import in_use_bytes, is_cpu
+from checkmate_tf.lowering.device import grows, in_use_bytes, is_cpu, limit_bytes
 from checkmate_tf.lowering.rehearse import address, allocator_config, empty, observe
 
 _MOST_PROBES = 8  # free chunks, the largest of the map, of which is seen whether they are still there
@@ -31,10 +31,16 @@ def learn(device: str) -> None:
     _maps.pop(device, None)
     with contextlib.suppress(CheckmateError):  # it has none: then nothing is foreseen
         state = observe(device=device)
-        config = (
-            allocator_config(device=device) if is_cpu(device) else gpu(sum(region.nbytes for region in state.regions))
-        )
-        _maps[device] = BfcAllocator(config, state)
+        _maps[device] = BfcAllocator(_config(device, state), state)
+
+
+def _config(device: str, state: AllocatorState) -> AllocatorConfig:
+    if is_cpu(device):
+        return allocator_config(device=device)
+    if grows(device):
+        limit = limit_bytes(device)
+        return AllocatorConfig() if limit is None else AllocatorConfig(limit_bytes=limit)
+    return gpu(sum(region.nbytes for region in state.regions))
 
 
 def runs_out(

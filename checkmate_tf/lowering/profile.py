@@ -18,7 +18,7 @@ import tensorflow as tf
 from checkmate_tf.core.opgraph import CONTROL_FLOW, OUTPUTS, Costs, OpGraph
 from checkmate_tf.lowering.arena import exact_chunks
 from checkmate_tf.lowering.branch_scratch import scratch_of_branches
-from checkmate_tf.lowering.device import counted_bytes, is_cpu, threads, uncounted_below_bytes, wait
+from checkmate_tf.lowering.device import counted_bytes, is_cpu, onednn_is_on, threads, uncounted_below_bytes, wait
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.loops import measure_loops, with_lists
 from checkmate_tf.lowering.profile_cache import OpProfile, ProfileCache
@@ -29,7 +29,11 @@ from checkmate_tf.lowering.single_op import ALONE, BEHIND_POOLING, known_value, 
 _log = logging.getLogger(__name__)
 
 _SMALL_BYTES = 1 << 14  # ops that touch nothing larger are given _SMALL_OP_S unmeasured, without workspace,
-_SCRATCH_KINDS = ("Conv", "Pool")  # but for those with this in their type, which take MiB of it for the smallest tensor
+_CONVOLUTION = "Conv"
+_SCRATCH_KINDS = (
+    _CONVOLUTION,
+    "Pool",
+)  # but for those with this in their type, which take MiB of it for the smallest tensor
 _SMALL_OP_S = 2e-6
 _LOOKS = 3  # at each op, with all others in between: what else runs on the machine comes and goes
 _REPEATS = 2  # at the first look
@@ -116,14 +120,16 @@ def profile(
                     cache.ops[key] = op.look_again(cache.ops[key])
         loops = measure_loops(step, device)
     if to_measure:
-        cache.write()
+        cache.write(leave_out=[key for key in distinct if _differs_by_process(step, example[key], device)])
     profiles, again = (
         {op: cache.ops[keys[name]] for op, name in runs.items() if keys[name] in cache.ops} for runs in (names, reruns)
     )
     unmeasured = [op for op in range(graph.n) if _is_large(step, op) and op not in profiles and op not in loops]
     scratch = scratch_of_branches(step, device)
     profiles |= {op: OpProfile(held.time_s, (held.workspace_bytes,)) for op, held in loops.items()}
-    op_graph, costs = _with_reruns(*_apply(with_lists(graph, step, loops), profiles, unmeasured, scratch), again)
+    graph = with_lists(graph, step, loops)
+    op_graph, costs = _apply(graph, profiles, unmeasured, scratch, by_onednn=is_cpu(device) and onednn_is_on())
+    op_graph, costs = _with_reruns(op_graph, costs, again)
     sized = {graph.names[op] for op in loops}
     return Profile(
         op_graph,
@@ -158,6 +164,14 @@ def _is_possible(step: ExtractedStep, name: str, seen: OpProfile) -> bool:
     """Whether the positions that a cached profile names exist."""
     inputs = step.graph.get_operation_by_name(name).inputs
     return max((*seen.takeover, -1 if seen.alias is None else seen.alias), default=-1) < len(inputs)
+
+
+def _differs_by_process(step: ExtractedStep, name: str, device: str) -> bool:
+    """Whether an op may cost something else in the next process.
+
+    On a GPU each process chooses the algorithms of convolutions by their speed, when they run first.
+    """
+    return not is_cpu(device) and _CONVOLUTION in step.graph.get_operation_by_name(name).type
 
 
 def _touched_by(step: ExtractedStep, name: str) -> int:
@@ -336,7 +350,12 @@ def _time(run: Callable, device: str, repeats: int) -> tuple[float, float]:
 
 
 def _apply(
-    graph: OpGraph, profiles: dict[int, OpProfile], unmeasured: list[int], scratch: Mapping[int, int]
+    graph: OpGraph,
+    profiles: dict[int, OpProfile],
+    unmeasured: list[int],
+    scratch: Mapping[int, int],
+    *,
+    by_onednn: bool,
 ) -> tuple[OpGraph, Costs]:
     """Enters what was measured, and the scratch that was counted, into the graph and its costs."""
     time_s, busy = np.full(graph.n, _SMALL_OP_S), np.ones(graph.n)
@@ -356,7 +375,8 @@ def _apply(
         for op in unmeasured:
             time_s[op] = rate * _touched_bytes(graph, op)
     graph = dataclasses.replace(graph, storage=_follow(storage), takeover=tuple(takeover))
-    graph = _with_pooling_indices(graph, profiles, workspace)
+    if by_onednn:
+        graph = _with_pooling_indices(graph, profiles, workspace)
     return graph, Costs(time_s, workspace, busy=busy, blocks=_blocks(profiles, workspace))
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pathlib
+from collections.abc import Container
 
 import tensorflow as tf
 
@@ -83,12 +84,17 @@ class ProfileCache:
             _log.warning("Ignoring an entry of the profile cache %s, which cannot be true of its op.", self._path)
             del self.ops[key]
 
-    def write(self) -> None:
-        """Replaces the file in one step, keeping what another process has added meanwhile."""
+    def write(self, leave_out: Container[str] = ()) -> None:
+        """Replaces the file in one step, keeping what another process has added meanwhile.
+
+        Args:
+            leave_out: Keys of what holds for this process alone.
+        """
         if self._path is None:
             return
         self.ops = {**self._read(), **self.ops}
-        content = {"header": self._header, "ops": {key: dataclasses.asdict(op) for key, op in self.ops.items()}}
+        kept = {key: dataclasses.asdict(op) for key, op in self.ops.items() if key not in leave_out}
+        content = {"header": self._header, "ops": kept}
         try:
             write_sealed(self._path, content)
         except OSError as error:

@@ -31,7 +31,7 @@ _MERGEABLE = frozenset(
     }
 )
 
-_config = config_pb2.ConfigProto()
+_config = config_pb2.ConfigProto(allow_soft_placement=True)  # ops that have no kernel for a GPU run on the CPU
 _config.graph_options.rewrite_options.disable_meta_optimizer = True
 _NO_GRAPPLER = _config.SerializeToString()
 

@@ -106,7 +106,7 @@ def trace(
         (op.name, k): tf.TensorSpec(t.shape, t.dtype) for op in graph.get_operations() for k, t in enumerate(op.outputs)
     } | {(name, 0): spec for name, spec in reads.items()}
     kept = [op.name for op in [*(t.op for t in [*graph.inputs, *graph.outputs]), *graph.control_outputs]]
-    on_cpu = "CPU" in device.name_of(function.variables)
+    on_cpu = device.is_cpu(device.name_of(function.variables))
     rewritten = rewrite(graph_def, specs, kept, rules, alternatives=alternatives, chosen=chosen, on_cpu=on_cpu)
     left_alone = poolings_by_places(rewritten.graph_def.node)
     merged = _simplify(function, rewritten.graph_def, reads, left_alone, fold=False)

@@ -1,8 +1,7 @@
 """Batch norm as Keras decomposes it, and TensorFlow's fused kernels for it.
 
-Shortcomings: the normalised axis has to be the last or the second, and the step has to run on a CPU (the fused
-kernel's reserved space has a size of its own on a GPU, which is not known before it runs). For the second axis, the
-kernel transposes on a CPU, there and back. In mixed precision Keras normalises in float32, between casts.
+Shortcomings: the normalised axis has to be the last or the second. For the second axis, the kernel transposes on a CPU,
+there and back. In mixed precision Keras normalises in float32, between casts.
 """
 
 from __future__ import annotations
@@ -26,10 +25,12 @@ def _variants(site: Site) -> Iterator[Variant]:
     Batch norm with and without gradients, scale and offset.
     """
     x, mean = site.inputs
-    if not (site.on_cpu and x.dtype in _DTYPES and x.shape.is_fully_defined() and x.shape.rank >= 2):
+    if not (x.dtype in _DTYPES and x.shape.is_fully_defined() and x.shape.rank >= 2):
         return
     rank = x.shape.rank
     axes = [axis for axis in ({1, rank - 1} - {0}) if mean.shape == _per_channel_shape(x, axis)]
+    if not site.on_cpu:  # where the unbiased variance of a single value is NaN
+        axes = [axis for axis in axes if x.shape.num_elements() > x.shape[axis]]
     if not axes or x.shape.num_elements() == 0:
         return
     names = [name for axis in axes for name in ((-1, axis) if axis == rank - 1 else (axis,))]
@@ -42,15 +43,18 @@ def _variants(site: Site) -> Iterator[Variant]:
         inputs |= {"scale": per_channel} if scaled else {}
         inputs |= {"offset": per_channel} if centered else {}
         inputs |= {"dy": x} if gradients != "none" else {}
-        yield Variant(tuple(inputs.items()), ("epsilon",), (("gradients", gradients), ("axis", axis)))
+        yield Variant(
+            tuple(inputs.items()), ("epsilon",), (("gradients", gradients), ("axis", axis), ("on_cpu", site.on_cpu))
+        )
 
 
 def _per_channel_shape(x, axis: int) -> list[int]:
     return [x.shape[k] if k == axis else 1 for k in range(x.shape.rank)]
 
 
-def _decomposed(x, epsilon, *, gradients: str, axis: int, scale=None, offset=None, dy=None) -> dict:
+def _decomposed(x, epsilon, *, gradients: str, axis: int, on_cpu: bool, scale=None, offset=None, dy=None) -> dict:
     """What `keras.layers.BatchNormalization` does in training."""
+    del on_cpu  # the same everywhere
     weights = [weight for weight in (scale, offset) if weight is not None]
     with tf.GradientTape(persistent=True) as tape:
         tape.watch([x, *weights] if gradients == "all" else weights)
@@ -65,7 +69,7 @@ def _decomposed(x, epsilon, *, gradients: str, axis: int, scale=None, offset=Non
     return outputs
 
 
-def _fused(x, epsilon, *, gradients: str, axis: int, scale=None, offset=None, dy=None) -> dict:
+def _fused(x, epsilon, *, gradients: str, axis: int, on_cpu: bool, scale=None, offset=None, dy=None) -> dict:
     """The same by FusedBatchNormV3, whose variance is the unbiased estimate."""
     last = axis in (-1, x.shape.rank - 1)
     channels = x.shape[axis]
@@ -96,7 +100,7 @@ def _fused(x, epsilon, *, gradients: str, axis: int, scale=None, offset=None, dy
             scale=factor,
             reserve_space_1=saved[0],
             reserve_space_2=saved[1],
-            reserve_space_3=tf.zeros([0]),  # the third one is for GPUs
+            reserve_space_3=tf.zeros([0]) if on_cpu else saved[2],
             **layout,
         )
         outputs |= {"dx": tf.reshape(dx, x.shape)} if gradients == "all" else {}

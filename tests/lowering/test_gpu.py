@@ -1,0 +1,188 @@
+"""What is different on a GPU, as far as that can be seen without one."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.core.protobuf import device_properties_pb2
+from tensorflow.python.grappler import cluster
+from tiny_steps import numbers
+
+from checkmate_tf._files import read_sealed
+from checkmate_tf.core.allocator import AllocatorState
+from checkmate_tf.lowering import arena, device, foresight
+from checkmate_tf.lowering import profile as profiling
+from checkmate_tf.lowering import trace as tracing
+from checkmate_tf.lowering.extract import extract
+from checkmate_tf.lowering.implementations.registry import RULES
+from checkmate_tf.lowering.profile import profile
+from checkmate_tf.lowering.rebuild import as_function, call_unoptimized
+from checkmate_tf.lowering.trace import trace
+
+CPU, GPU = "CPU:0", "GPU:0"
+MIB = 1 << 20
+
+
+@pytest.fixture
+def for_a_gpu(monkeypatch):
+    """Steps are traced for a GPU: Grappler is told that there is one."""
+    devices = []
+    for kind in ("CPU", "GPU"):
+        named = device_properties_pb2.NamedDevice(name=f"/job:localhost/replica:0/task:0/device:{kind}:0")
+        named.properties.type, named.properties.num_cores = kind, 8
+        named.properties.frequency, named.properties.bandwidth = 1000, 1 << 30
+        named.properties.environment["architecture"] = "9.0"
+        devices.append(named)
+    optimize, known = tracing.tf_optimizer.OptimizeGraph, cluster.Cluster(devices=devices)
+    monkeypatch.setattr(tracing.tf_optimizer, "OptimizeGraph", lambda *args: optimize(*args, cluster=known))
+    monkeypatch.setattr(device, "name_of", lambda _: GPU)
+
+
+def test_images_that_are_transposed_for_a_gpu_do_not_make_the_forward_pass_a_gradient(for_a_gpu):
+    layers = keras.layers
+    stack = [layers.Conv2D(8, 3, use_bias=False), layers.ReLU(), layers.MaxPooling2D()]
+    model = keras.Sequential([keras.Input((8, 8, 3)), *stack])
+    model.compile("sgd", "mse")
+    x, y = numbers(4, 8, 8, 3), numbers(4, 3, 3, 8)
+    model.train_on_batch(x, y)
+    graph = extract(
+        trace(lambda x, y: model.train_step((x, y)), tf.TensorSpec(x.shape), tf.TensorSpec(y.shape))
+    ).op_graph
+    shared = [k for k in range(graph.n) if graph.types[k] == "Transpose" and not graph.is_gradient[k]]
+    assert any("gradient_tape/" in graph.names[k] for k in shared), "a forward op that is named after a gradient"
+    is_gradient = {kind: graph.is_gradient[np.array(graph.types) == kind] for kind in set(graph.types)}
+    for kind in ("Conv2D", "MaxPool", "Relu"):
+        assert is_gradient[kind].tolist() == [False]
+    for kind in ("Conv2DBackpropFilter", "MaxPoolGrad", "ReluGrad"):
+        assert is_gradient[kind].tolist() == [True]
+
+
+def normalised(rows: int):
+    """A step with a batch norm of this many values per channel."""
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.BatchNormalization()])
+    model.compile("sgd", "mse")
+    model.optimizer.build(model.trainable_variables)
+    model.train_on_batch(numbers(rows, 8), numbers(rows, 8))
+    spec = tf.TensorSpec((rows, 8))
+    return trace(lambda x, y: model.train_step((x, y)), spec, spec, rules=RULES["fused"])
+
+
+def test_the_gradient_of_a_fused_batch_norm_reads_what_the_kernel_keeps_on_a_gpu(for_a_gpu):
+    nodes = {node.name: node for node in normalised(4).graph_def.node}
+    (gradient,) = [node for node in nodes.values() if node.op == "FusedBatchNormGradV3"]
+    made_by, _, place = gradient.input[5].partition(":")
+    assert (nodes[made_by].op, place) == ("FusedBatchNormV3", "5")
+
+
+def test_a_batch_norm_of_single_values_is_not_fused_on_a_gpu(for_a_gpu):
+    assert "batch_norm" not in {fired.rule for fired in normalised(1).fired}  # its unbiased variance is NaN there
+
+
+def test_a_batch_norm_of_single_values_is_fused_on_a_cpu():
+    assert "batch_norm" in {fired.rule for fired in normalised(1).fired}
+
+
+def test_ops_run_where_they_can_although_they_are_placed_elsewhere():
+    graph = tf.Graph()
+    with graph.as_default(), tf.device("GPU:7"):
+        x = tf.compat.v1.placeholder(tf.float32, [3], name="x")
+        tf.nn.softplus(x, name="y")
+    function = as_function(graph.as_graph_def(), ["x:0"], ["y:0"], [])
+    for in_lanes in (False, True):
+        (y,) = call_unoptimized(function, [tf.zeros(3)], in_lanes=in_lanes)
+        np.testing.assert_allclose(y, np.log(2.0), rtol=1e-6)
+
+
+def pooled():
+    def run(x, filters):
+        with tf.GradientTape() as tape:
+            tape.watch(filters)
+            y = tf.reduce_sum(tf.sin(tf.nn.max_pool2d(tf.nn.conv2d(x, filters, 1, "SAME"), 2, 2, "VALID")))
+        return tape.gradient(y, filters)
+
+    return extract(trace(run, tf.TensorSpec((64, 32, 32, 4)), tf.TensorSpec((3, 3, 4, 32))))
+
+
+def test_convolutions_are_measured_in_each_process_on_a_gpu_which_chooses_their_algorithms_anew(tmp_path, monkeypatch):
+    step = pooled()
+    convolutions = sum("Conv" in kind for kind in step.op_graph.types)
+    assert convolutions == 2
+    assert [profile(step, CPU, cache_dir=tmp_path).measured > 0 for _ in range(2)] == [True, False]
+    (path,) = tmp_path.iterdir()
+    on_cpu = len(read_sealed(path)["ops"])
+    path.unlink()
+    monkeypatch.setattr(profiling, "is_cpu", lambda _: False)
+    assert profile(step, CPU, cache_dir=tmp_path).measured == on_cpu
+    assert len(read_sealed(path)["ops"]) == on_cpu - convolutions
+    assert profile(step, CPU, cache_dir=tmp_path).measured == convolutions
+
+
+def test_pooling_keeps_no_places_on_a_gpu(monkeypatch):
+    if not device.onednn_is_on():
+        pytest.skip("nor does it where oneDNN is off")
+    step = pooled()
+    kept = []
+    for on_cpu in (True, False):
+        monkeypatch.setattr(profiling, "is_cpu", lambda _, on_cpu=on_cpu: on_cpu)
+        graph = profile(step, CPU).op_graph
+        kept.append(len(graph.outputs[graph.types.index("MaxPool")]) - 1)
+    assert kept == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("forced", "configured", "grows"), [("true", 0, 1), ("false", 1, 0), (None, 1, 1), (None, 0, 0)]
+)
+def test_memory_grows_as_the_environment_says_or_else_the_configuration(monkeypatch, forced, configured, grows):
+    monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH", raising=False)
+    if forced:
+        monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", forced)
+    monkeypatch.setattr(device, "_physical", lambda _: "gpu")
+    monkeypatch.setattr(tf.config.experimental, "get_memory_growth", lambda _: bool(configured))
+    assert device.grows(GPU) is bool(grows)
+    assert device.grows(CPU)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Sizes of the blocks that a GPU with 1 GiB, whose memory grows, is asked for."""
+    sizes = []
+
+    def empty(nbytes):
+        sizes.append(nbytes)
+        if nbytes > 1 << 29:
+            raise tf.errors.ResourceExhaustedError(None, None, "no room")
+
+    monkeypatch.setattr(arena, "empty", empty)
+    monkeypatch.setattr(arena, "_granted", {})
+    monkeypatch.setattr(arena, "is_cpu", lambda _: False)
+    monkeypatch.setattr(arena, "grows", lambda _: True)
+    monkeypatch.setattr(arena, "in_use_bytes", lambda _: 0)
+    monkeypatch.setattr(arena, "limit_bytes", lambda _: 1 << 30)
+    return sizes
+
+
+def test_room_is_made_in_one_block_where_a_gpus_memory_grows(asked):
+    assert arena.make_room(CPU, 100 * MIB, []) == 0  # where it lies cannot be seen
+    assert arena.make_room(CPU, 2 << 30, []) == 0  # beyond the limit
+    assert asked == [100 * MIB]
+
+
+def test_no_more_room_is_asked_for_once_a_gpu_has_refused(asked):
+    arena.make_room(CPU, 600 * MIB, [])
+    arena.make_room(CPU, 100 * MIB, [])
+    assert asked == [600 * MIB]
+
+
+def test_no_room_is_made_where_a_gpus_memory_is_one_block(asked, monkeypatch):
+    monkeypatch.setattr(arena, "grows", lambda _: False)
+    arena.make_room(CPU, 100 * MIB, [])
+    assert not asked
+
+
+@pytest.mark.parametrize("limit", [None, 1 << 30])
+def test_a_gpu_whose_memory_grows_is_not_full_with_the_regions_that_it_has(monkeypatch, limit):
+    monkeypatch.setattr(foresight, "grows", lambda _: True)
+    monkeypatch.setattr(foresight, "limit_bytes", lambda _: limit)
+    config = foresight._config(GPU, AllocatorState(()))
+    assert config.allow_growth
+    assert config.limit_bytes >= (limit or 1 << 40)
