@@ -274,7 +274,7 @@ def is_near_plain(recipe: dict, plain: list, kept: list) -> bool:
         if weight.dtype == "float64":
             weight.assign(weight.numpy() * (1 + ROUNDING))
     random_models.train(moved, recipe)
-    reach = AMPLIFIED * max(distances(plain, state(moved)).values(), default=0.0)
+    reach = AMPLIFIED * max(distances(plain, state(moved), tolerance=0.0).values(), default=0.0)
     if max(far.values()) > reach:
         raise Failure(
             "plain",
@@ -284,13 +284,13 @@ def is_near_plain(recipe: dict, plain: list, kept: list) -> bool:
     return False
 
 
-def distances(expected: list, found: list) -> dict[str, float]:
+def distances(expected: list, found: list, tolerance: float = TOLERANCE) -> dict[str, float]:
     """Name -> distance, relative to its largest value, of each variable that is far; a nan is far from a number."""
     far = {}
     for (name, one), (_, other) in zip(expected, found, strict=True):
         one, other = one.astype("float64"), other.astype("float64")
         scale = max(1.0, float(np.nanmax(np.abs(one), initial=0.0)))
-        if not np.allclose(one / scale, other / scale, rtol=0, atol=TOLERANCE, equal_nan=True):
+        if not np.allclose(one / scale, other / scale, rtol=0, atol=tolerance, equal_nan=True):
             distance = np.where(np.isnan(one) & np.isnan(other), 0, np.abs(one - other) / scale)
             far[name] = float(np.nan_to_num(distance, nan=np.inf).max())
     return far
