@@ -31,8 +31,10 @@ _OVERWRITE = frozenset(
 )
 
 
-def scratch_of_branches(step: ExtractedStep, device: str) -> dict[int, int]:
-    """Op -> bytes that it takes beside its inputs and outputs, for those with branches that update variables.
+def scratch_of_branches(step: ExtractedStep, device: str) -> dict[int, tuple[int, ...]]:
+    """Op -> blocks that it takes beside its inputs and outputs, for those with branches that update variables.
+
+    They are what it holds when it holds most, less the inputs that it has freed by then.
 
     Args:
         step: The step.
@@ -48,8 +50,8 @@ def scratch_of_branches(step: ExtractedStep, device: str) -> dict[int, int]:
             inputs = operation.inputs[FIRST_ARGUMENT[node.op] :]
             shapes = [variables[t.op.name].shape if t.op.name in variables else t.shape for t in inputs]
             with step.graph.as_default():  # where the functions are known
-                found[number[node.name]] = branches.scratch_bytes(node, _arguments(operation, shapes))
-    return {op: size for op, size in found.items() if size}
+                found[number[node.name]] = branches.scratch(node, _arguments(operation, shapes))
+    return {op: blocks for op, blocks in found.items() if blocks}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +94,12 @@ class _Branches:
         self._bodies = {body.signature.name: body for body in bodies}
         self._device = device
 
-    def scratch_bytes(self, node: node_def_pb2.NodeDef, arguments: Sequence[_Argument]) -> int:
+    def scratch(self, node: node_def_pb2.NodeDef, arguments: Sequence[_Argument]) -> tuple[int, ...]:
         """The most that one of the functions that an op calls holds at once; of those with an order."""
         bodies = [self._bodies[function.name] for function in called(node) if function.name in self._bodies]
-        return max((self._scratch_bytes(body, arguments) for body in bodies if is_ordered(body)), default=0)
+        return max((self._scratch(body, arguments) for body in bodies if is_ordered(body)), key=sum, default=())
 
-    def _scratch_bytes(self, body: function_pb2.FunctionDef, arguments: Sequence[_Argument]) -> int:
+    def _scratch(self, body: function_pb2.FunctionDef, arguments: Sequence[_Argument]) -> tuple[int, ...]:
         known = dict(zip([arg.name for arg in body.signature.input_arg], arguments, strict=True))
         calls = {node.name: node for node in body.node_def if node.op in FIRST_ARGUMENT}
         order = _in_order(_graph_of(body, known))
@@ -111,7 +113,8 @@ class _Branches:
         sizes = {
             op.outputs[0].name: self._counted(op.outputs[0]) for op in order if op.name in known and known[op.name].dies
         }
-        in_use = most = before = sum(sizes.values())
+        given = dict(sizes)
+        before, most = sum(given.values()), ()
         for step, op in enumerate(order):
             dying = {owner[t.name] for t in op.inputs if owner[t.name] in sizes and last[owner[t.name]] == step}
             made = [t for t in op.outputs if op.type not in _SAME | _NOT_MADE]
@@ -119,16 +122,35 @@ class _Branches:
                 size = self._counted(tensor)
                 overwritten = [t for t in dying if sizes[t] == size][:1] if op.type in _OVERWRITE else []
                 dying.difference_update(overwritten)
-                in_use += size - sum(sizes.pop(t) for t in overwritten)
+                for name in overwritten:
+                    del sizes[name]
                 sizes[tensor.name] = size
-            within = self.scratch_bytes(calls[op.name], _inner(op, known)) if op.name in calls else 0
-            most = max(most, in_use + within)
-            in_use -= sum(sizes.pop(t) for t in dying)
-        return most - before
+            within = self.scratch(calls[op.name], _inner(op, known)) if op.name in calls else ()
+            if sum(sizes.values()) + sum(within) - before > sum(most):
+                made_here = [size for name, size in sizes.items() if name not in given]
+                freed = [size for name, size in given.items() if name not in sizes]
+                most = _without([*made_here, *within], freed)
+            for name in dying:
+                del sizes[name]
+        return most
 
     def _counted(self, tensor: tf.Tensor) -> int:
         known = tensor.dtype not in (tf.resource, tf.string, tf.variant) and tensor.shape.is_fully_defined()
         return counted_bytes(self._device, [nbytes(tensor)]) if known else 0
+
+
+def _without(blocks: Sequence[int], freed: Iterable[int]) -> tuple[int, ...]:
+    """Blocks less those that take the place of freed ones: of the same size, or else a part of the largest."""
+    left = [size for size in blocks if size]
+    for size in sorted(freed, reverse=True):
+        while size:
+            place = left.index(size if size in left else max(left))
+            taken = min(size, left[place])
+            size -= taken
+            left[place] -= taken
+            if not left[place]:
+                del left[place]
+    return tuple(left)
 
 
 def _inner(op: tf.Operation, known: Mapping[str, _Argument]) -> list[_Argument]:

@@ -353,7 +353,7 @@ def _apply(
     graph: OpGraph,
     profiles: dict[int, OpProfile],
     unmeasured: list[int],
-    scratch: Mapping[int, int],
+    scratch: Mapping[int, tuple[int, ...]],
     *,
     by_onednn: bool,
 ) -> tuple[OpGraph, Costs]:
@@ -361,7 +361,7 @@ def _apply(
     time_s, busy = np.full(graph.n, _SMALL_OP_S), np.ones(graph.n)
     time_s[[len(out) == 0 and not once for out, once in zip(graph.outputs, graph.once, strict=True)]] = 0.0
     workspace = np.zeros(graph.n, dtype=np.int64)
-    workspace[list(scratch)] = list(scratch.values())
+    workspace[list(scratch)] = [sum(blocks) for blocks in scratch.values()]
     storage = graph.storage.copy()
     takeover = list(graph.takeover)
     for op, seen in profiles.items():
@@ -377,7 +377,8 @@ def _apply(
     graph = dataclasses.replace(graph, storage=_follow(storage), takeover=tuple(takeover))
     if by_onednn:
         graph = _with_pooling_indices(graph, profiles, workspace)
-    return graph, Costs(time_s, workspace, busy=busy, blocks=_blocks(profiles, workspace))
+    several = {op: blocks for op, blocks in scratch.items() if len(blocks) > 1}
+    return graph, Costs(time_s, workspace, busy=busy, blocks=several | _blocks(profiles, workspace))
 
 
 def _blocks(profiles: Mapping[int, OpProfile], workspace: np.ndarray) -> dict[int, tuple[int, ...]]:

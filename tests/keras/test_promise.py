@@ -96,14 +96,23 @@ def test_a_step_above_its_budget_is_planned_again_with_that_much_less(options, m
     assert_same_state(plain, model)
 
 
-def test_momentum_that_a_scaled_loss_lets_be_assigned_stays_where_it_is(options):
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.SGD(0.01, momentum=0.9),
+        lambda: keras.optimizers.RMSprop(0.001),
+        lambda: keras.optimizers.Lion(0.001, global_clipnorm=1.0),
+    ],
+    ids=["momentum", "RMSprop", "Lion"],
+)
+def test_momentum_that_a_scaled_loss_lets_be_assigned_stays_where_it_is(options, optimizer):
     """Keras assigns it in a branch, where it is known whether the scaled gradients are finite."""
     set_precision("float32", "mixed_float16")
     random = np.random.default_rng(0)
     x, y = random.normal(size=(64, 600)).astype("float32"), random.integers(0, 5, 64)
     stack = [layers.Dense(600, activation="tanh") for _ in range(3)]
     model = keras.Sequential([keras.Input((600,)), *stack, layers.Dense(5, dtype="float32")])
-    compiled(model, keras.optimizers.SGD(0.01, momentum=0.9))
+    compiled(model, optimizer())
     checkmate_tf.compile(model, 1.0, **options)
     places, peaks = [], []
     for _ in range(4):

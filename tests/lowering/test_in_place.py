@@ -5,10 +5,12 @@ import itertools
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
 
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.lowering.arena import exact_chunks
-from checkmate_tf.lowering.branch_scratch import scratch_of_branches
+from checkmate_tf.lowering.branch_scratch import _without, scratch_of_branches
 from checkmate_tf.lowering.device import in_use_bytes, peak_bytes, reset_peak
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.rebuild import call_unoptimized, planned_graph_def, rebuild
@@ -307,11 +309,26 @@ def test_a_branch_updates_one_variable_after_the_other_and_what_it_takes_is_know
         reset_peak("CPU:0")
         call_unoptimized(function, [x, *traced.function.captured_inputs])
         taken = peak_bytes("CPU:0") - before
-    (scratch,) = scratch_of_branches(extracted, "CPU:0").values()
+    (blocks,) = scratch_of_branches(extracted, "CPU:0").values()
+    scratch = sum(blocks)
     gradients_bytes = 4 * WEIGHTS * ELEMENTS
     assert 0 < scratch <= 3 * 4 * ELEMENTS
+    assert max(blocks) <= 4 * ELEMENTS
     assert taken == pytest.approx(gradients_bytes + scratch, rel=0.02)
     assert places == [place(v) for v in itertools.chain(*found)]
     tf.function(training(*expected))(x)
     for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+@given(st.lists(st.integers(0, 9)), st.lists(st.integers(0, 9)))
+def test_what_a_branch_has_freed_makes_room_for_as_many_bytes(blocks, freed):
+    if sum(freed) > sum(blocks):
+        blocks, freed = freed, blocks
+    left = _without(blocks, freed)
+    assert sum(left) == sum(blocks) - sum(freed)
+    assert min(left, default=1) > 0
+
+
+def test_what_a_branch_has_freed_takes_the_place_of_a_block_of_its_size_or_a_part_of_the_largest():
+    assert _without([4, 6, 2, 6], [6, 1]) == (4, 2, 5)
