@@ -142,7 +142,8 @@ def reserve(size: int | str, *, device: str = "CPU:0") -> None:
 
     Args:
         size: At least what training will take: bytes, or a size such as "8GiB".
-        device: Device whose allocator is meant. Does nothing on a GPU, whose memory is one block already.
+        device: Device whose allocator is meant. Does nothing on a GPU, whose memory is one
+            block already if it does not grow.
 
     Raises:
         BudgetError: `size` is no size.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_NOT_FOUND, _RESOURCE_EXHAUSTED = 5, 8  # codes of TensorFlow's errors, which this module does without
+
 
 class CheckmateError(Exception):
     """Base of all errors of this package."""
@@ -57,3 +59,12 @@ class OptionError(CheckmateError, ValueError):
 
 class FileError(CheckmateError, ValueError):
     """A file is not what it was given for; the message says what it must be."""
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether TensorFlow says that an op found no memory.
+
+    On a GPU a convolution that finds none for any algorithm says that there is no algorithm, and of each, why.
+    """
+    code = getattr(error, "error_code", None)
+    return code == _RESOURCE_EXHAUSTED or (code == _NOT_FOUND and "RESOURCE_EXHAUSTED" in str(error))

@@ -3,7 +3,13 @@
     python experiments/within_budget.py                       # every case, results/within_budget.json
     python experiments/within_budget.py --cases MobileNet --budgets 0.5 --out /tmp/out.json
     python experiments/within_budget.py --implementations fused        # results/within_budget_fused.json
-    python experiments/within_budget.py --batch-factor 8 --out experiments/results/within_budget_gpu.json  # on a GPU
+
+What was measured on a GPU, where cases of the usual size would be too small (results/within_budget_gpu.json):
+
+    python experiments/within_budget.py --batch-factor 8 --time-limit 15 --cases MobileNet Transformer --budgets 0.5 \\
+        --out experiments/results/within_budget_gpu.json
+    python experiments/within_budget.py --batch-factor 8 --time-limit 15 --cases VGG16 --budgets 0.6 \\
+        --out experiments/results/within_budget_gpu.json
 
 Each case runs in a process of its own. Peaks are those of the first planned steps, the allocator's own, everything on
 the device included. Then planned and plain steps alternate, one by one, as a shared machine is not always as fast; the

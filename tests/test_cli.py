@@ -17,7 +17,8 @@ from checkmate_tf import cli
 from checkmate_tf.commands import steps, wall
 from checkmate_tf.commands.settings import FAILED, OUT_OF_MEMORY, TRAINED, Outcome, Settings
 from checkmate_tf.commands.tables import comparison, expectations
-from checkmate_tf.errors import InfeasibleBudget
+from checkmate_tf.errors import InfeasibleBudget, ModelError
+from checkmate_tf.pipeline import ProfiledStep
 from checkmate_tf.reporting import Report
 
 SMALL = "--model MobileNet --image-size 32 --batch-size 2 --steps 2"
@@ -265,16 +266,22 @@ def test_a_process_at_a_real_wall_runs_out_of_memory():
     ],
 )
 def test_out_of_memory_is_told_also_where_no_convolution_of_a_gpu_finds_any(monkeypatch, error, ran_out):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise error
 
     monkeypatch.setattr(keras.Model, "train_on_batch", refuse)
+    monkeypatch.setattr(ProfiledStep, "__init__", refuse)
     settings = Settings("MobileNet", 0.5, batch_size=2, image_size=32, steps=1)
     if ran_out:
         assert steps.run_plain(settings).outcome == OUT_OF_MEMORY
+        planned = steps.run_planned(settings)
+        assert planned.outcome == OUT_OF_MEMORY
+        assert planned.message.startswith(f"{type(error).__name__} while it was planned")
     else:
         with pytest.raises(tf.errors.NotFoundError):
             steps.run_plain(settings)
+        with pytest.raises(ModelError):
+            steps.run_planned(settings)
 
 
 @pytest.mark.slow

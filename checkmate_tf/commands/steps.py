@@ -20,7 +20,7 @@ from checkmate_tf import budget as budgets
 from checkmate_tf import sample_data
 from checkmate_tf._version import __version__
 from checkmate_tf.commands.settings import OUT_OF_MEMORY, TRAINED, Outcome, Settings
-from checkmate_tf.errors import CheckmateError, ModelError
+from checkmate_tf.errors import CheckmateError, ModelError, is_out_of_memory
 
 _log = logging.getLogger(__name__)
 
@@ -153,10 +153,11 @@ def _plan_and_train(model: keras.Model, settings: Settings) -> Outcome:
             time_limit_s=settings.time_limit_s,
             verbose=True,
         )
-    except tf.errors.OpError as error:
-        if not _is_out_of_memory(error):
+    except ModelError as error:
+        cause = error.__cause__
+        if not is_out_of_memory(cause):
             raise
-        return Outcome(OUT_OF_MEMORY, message=f"{type(error).__name__} while it was planned: {_first_line(error)}")
+        return Outcome(OUT_OF_MEMORY, message=f"{type(cause).__name__} while it was planned: {_first_line(cause)}")
     training = _Training(model, settings)
     training.run(settings.warm_up, settings.steps)
     return dataclasses.replace(training.outcome(), **_planned_facts(model))
@@ -187,7 +188,7 @@ class _Training:
                     self._times_s.append(seconds)
                     self._peaks += [] if peak_bytes is None else [peak_bytes]
         except tf.errors.OpError as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             self._out_of_memory = f"{type(error).__name__} in step {len(self._losses) + 1}: {_first_line(error)}"
 
@@ -237,11 +238,6 @@ def _peak_bytes(device: str) -> int | None:
         return tf.config.experimental.get_memory_info(device)["peak"]
     except ValueError:  # a CPU without oneDNN where TF_CPU_ALLOCATOR_USE_BFC is off
         return None
-
-
-def _is_out_of_memory(error: tf.errors.OpError) -> bool:
-    """On a GPU a convolution that finds no memory for any algorithm says that none was found, and each one's reason."""
-    return isinstance(error, tf.errors.ResourceExhaustedError) or "RESOURCE_EXHAUSTED" in error.message
 
 
 def _first_line(error: Exception) -> str:

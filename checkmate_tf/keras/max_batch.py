@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 import keras
-import tensorflow as tf
 
 from checkmate_tf.batch_size import BatchTrial, MaxBatchSize, largest_confirmed, largest_exactly, largest_that
 from checkmate_tf.batch_trials import BatchTrials
@@ -16,7 +15,7 @@ from checkmate_tf.core.order import permute, ready_order
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.scaling import BatchScaling, one_more_forward_pass
 from checkmate_tf.core.simulate import simulate, working_set_bytes
-from checkmate_tf.errors import ModelError, NoScheduleFound
+from checkmate_tf.errors import ModelError, NoScheduleFound, is_out_of_memory
 from checkmate_tf.keras import batch, fingerprint
 from checkmate_tf.keras.train_step import PlannedTraining, checked_training
 from checkmate_tf.pipeline import ProfiledStep, Settings
@@ -101,7 +100,7 @@ class _Finder:
         try:
             return self._training.on_spec(input_spec, profile_and_use)
         except ModelError as error:
-            if self.kept.trials and isinstance(error.__cause__, tf.errors.ResourceExhaustedError):
+            if self.kept.trials and is_out_of_memory(error.__cause__):
                 return False
             raise
 

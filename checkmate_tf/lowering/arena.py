@@ -51,15 +51,23 @@ def make_room(device: str, nbytes: int, variables: Sequence[tf.Variable]) -> int
 
 
 def _grow(device: str, nbytes: int) -> None:
-    """Makes the allocator own one free block of this size, if there is room; after a refusal none is asked for."""
+    """Makes a GPU's allocator own one free block of this size, or of half of it, and so on, where there is no room.
+
+    A refusal takes it 10 s, so what was refused is not asked for again.
+    """
     limit = limit_bytes(device)
-    if device in _granted or (limit is not None and in_use_bytes(device) + nbytes > limit):
+    if limit is not None:
+        nbytes = min(nbytes, limit - in_use_bytes(device) - _LEFT_FREE_BYTES)
+    nbytes = min(nbytes, _granted.get(device, nbytes))
+    if nbytes <= _SMALLEST_PLUG_BYTES:
         return
     with tf.device(device):
         try:
             empty(nbytes)
+            return
         except tf.errors.ResourceExhaustedError:
-            _granted[device] = 0
+            _granted[device] = nbytes // 2
+    _grow(device, nbytes)
 
 
 def _free_block(device: str, nbytes: int) -> int:

@@ -79,7 +79,7 @@ def grows(device: str) -> bool:
 def _physical(device: str) -> tf.config.PhysicalDevice | None:
     """The GPU that a logical device is, where each is one."""
     for physical, logical in zip(
-        tf.config.list_physical_devices("GPU"), tf.config.list_logical_devices("GPU"), strict=False
+        tf.config.get_visible_devices("GPU"), tf.config.list_logical_devices("GPU"), strict=False
     ):
         if logical.name.endswith(device):
             return physical

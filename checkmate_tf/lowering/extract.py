@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -61,9 +62,11 @@ def extract(traced: TracedStep) -> ExtractedStep:
             op.outputs[-1].set_shape([_RESERVED[op.type](elements)])
         elif op.type == "FusedBatchNormV3" and op.inputs[0].shape.is_fully_defined():
             x, attributes = op.inputs[0], {name: op.get_attr(name) for name in ("data_format", "is_training")}
-            op.outputs[-1].set_shape(_reserved_by_gpu(on, tuple(x.shape), x.dtype, **attributes))
+            with contextlib.suppress(tf.errors.OpError):  # its size stays unknown, then
+                op.outputs[-1].set_shape(_reserved_by_gpu(on, tuple(x.shape), x.dtype, **attributes))
     reruns = {op: graph.get_operation_by_name(node.name) for op, node in traced.again.items()}
-    ops = _original_order([op for op in graph.get_operations() if op not in reruns.values()], traced)
+    when = created(traced.function, traced.stands_in)
+    ops = _original_order([op for op in graph.get_operations() if op not in reruns.values()], when)
     number = {op.name: k for k, op in enumerate(ops)}
     tensors = [t for op in ops for t in op.outputs]
     tensor_number = {t.name: k for k, t in enumerate(tensors)}
@@ -74,7 +77,7 @@ def extract(traced: TracedStep) -> ExtractedStep:
     tensor_bytes = np.array([size or 0 for size in sizes], dtype=np.int64)
     storage = _storage(ops, inputs, outputs)
     persistent = np.array([t.op.type in _PERSISTENT or t.dtype in _NO_STORAGE for t in tensors], dtype=bool)
-    is_gradient = _is_gradient(ops, number, created(traced.function, traced.stands_in))
+    is_gradient = _is_gradient(ops, number, when)
     op_graph = OpGraph(
         names=tuple(op.name for op in ops),
         types=tuple(op.type for op in ops),
@@ -125,7 +128,7 @@ def _imported(traced: TracedStep) -> tf.Graph:
     return wrap_function.wrap_function(lambda: tf.graph_util.import_graph_def(graph_def, name=""), []).graph
 
 
-def _original_order(ops: Sequence[tf.Operation], traced: TracedStep) -> list[tf.Operation]:
+def _original_order(ops: Sequence[tf.Operation], when: Mapping[str, int]) -> list[tf.Operation]:
     """Ops by creation in the traced step; an op that Grappler made goes right behind what it depends on.
 
     Import order is topological but not creation order, and only creation order has the whole
@@ -133,8 +136,7 @@ def _original_order(ops: Sequence[tf.Operation], traced: TracedStep) -> list[tf.
     where the one it keeps was created late, all ops that read it would be late.
     """
     constants = {op.name: 0 for op in ops if op.type == "Const"}
-    when = created(traced.function, traced.stands_in) | constants
-    place = places({op.name: [before.name for before in _dependencies(op)] for op in ops}, when)
+    place = places({op.name: [before.name for before in _dependencies(op)] for op in ops}, {**when, **constants})
     return sorted(ops, key=lambda op: place[op.name])
 
 
@@ -163,16 +165,16 @@ def _storage(ops, inputs, outputs) -> np.ndarray:
     return np.array(storage, dtype=np.int64)
 
 
-def _is_gradient(ops, number, created) -> np.ndarray:
+def _is_gradient(ops, number, when: Mapping[str, int]) -> np.ndarray:
     """Ops that the gradient tape made, and all that depend on them or, having side effects, follow them.
 
-    Empty lists do not count: the tape makes them for the forward pass of a loop to fill. An op that Grappler made is
-    named after one that reads it: for a GPU, a convolution and its gradient share the transposed images.
+    Empty lists do not count: the tape makes them for the forward pass of a loop to fill. An op that Grappler made
+    may be named after one that reads it: for a GPU, a convolution and its gradient share the transposed images.
     """
     gradient = np.zeros(len(ops), dtype=bool)
     for k, op in enumerate(ops):
         if op.inputs or op.control_inputs:
-            from_tape = "gradient_tape/" in op.name and op.name in created and op.type not in _EMPTY_LISTS
+            from_tape = "gradient_tape/" in op.name and op.name in when and op.type not in _EMPTY_LISTS
             gradient[k] = from_tape or any(gradient[number[d.name]] for d in _dependencies(op))
     return gradient
 

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from checkmate_tf.core.allocator import UNIT_BYTES, AllocatorConfig, AllocatorState, BfcAllocator, gpu, play
+from checkmate_tf.core.allocator import UNIT_BYTES, BfcAllocator, gpu, play
 from checkmate_tf.core.dividing import divide, lies_behind
 from checkmate_tf.errors import CheckmateError
-from checkmate_tf.lowering.device import grows, in_use_bytes, is_cpu, limit_bytes
+from checkmate_tf.lowering.device import grows, in_use_bytes, is_cpu
 from checkmate_tf.lowering.rehearse import address, allocator_config, empty, observe
 
 _MOST_PROBES = 8  # free chunks, the largest of the map, of which is seen whether they are still there
@@ -27,20 +27,20 @@ _maps: dict[str, BfcAllocator] = {}
 
 
 def learn(device: str) -> None:
-    """Asks the device's allocator for a map of its memory as it is now; it takes ten seconds to give it."""
+    """Asks the device's allocator for a map of its memory as it is now; it takes ten seconds to give it.
+
+    Where a GPU's memory grows, its allocator gives regions back and takes others, which a replay does not: there it is
+    not asked.
+    """
     _maps.pop(device, None)
+    if grows(device) and not is_cpu(device):
+        return
     with contextlib.suppress(CheckmateError):  # it has none: then nothing is foreseen
         state = observe(device=device)
-        _maps[device] = BfcAllocator(_config(device, state), state)
-
-
-def _config(device: str, state: AllocatorState) -> AllocatorConfig:
-    if is_cpu(device):
-        return allocator_config(device=device)
-    if grows(device):
-        limit = limit_bytes(device)
-        return AllocatorConfig() if limit is None else AllocatorConfig(limit_bytes=limit)
-    return gpu(sum(region.nbytes for region in state.regions))
+        config = (
+            allocator_config(device=device) if is_cpu(device) else gpu(sum(region.nbytes for region in state.regions))
+        )
+        _maps[device] = BfcAllocator(config, state)
 
 
 def runs_out(

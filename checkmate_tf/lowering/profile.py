@@ -28,12 +28,9 @@ from checkmate_tf.lowering.single_op import ALONE, BEHIND_POOLING, known_value, 
 
 _log = logging.getLogger(__name__)
 
-_SMALL_BYTES = 1 << 14  # ops that touch nothing larger are given _SMALL_OP_S unmeasured, without workspace,
 _CONVOLUTION = "Conv"
-_SCRATCH_KINDS = (
-    _CONVOLUTION,
-    "Pool",
-)  # but for those with this in their type, which take MiB of it for the smallest tensor
+_SMALL_BYTES = 1 << 14  # ops that touch nothing larger are given _SMALL_OP_S unmeasured, without workspace,
+_SCRATCH_KINDS = (_CONVOLUTION, "Pool")  # but for those with this in their type, which take MiB for the smallest tensor
 _SMALL_OP_S = 2e-6
 _LOOKS = 3  # at each op, with all others in between: what else runs on the machine comes and goes
 _REPEATS = 2  # at the first look
@@ -167,7 +164,7 @@ def _is_possible(step: ExtractedStep, name: str, seen: OpProfile) -> bool:
 
 
 def _differs_by_process(step: ExtractedStep, name: str, device: str) -> bool:
-    """Whether an op may cost something else in the next process.
+    """Whether an op may cost something else in the next process: it is measured whenever a step is profiled.
 
     On a GPU each process chooses the algorithms of convolutions by their speed, when they run first.
     """

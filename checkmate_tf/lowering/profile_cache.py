@@ -13,11 +13,11 @@ from collections.abc import Container
 import tensorflow as tf
 
 from checkmate_tf._files import read_sealed, write_sealed
-from checkmate_tf.lowering.device import onednn_is_on, threads, uncounted_below_bytes
+from checkmate_tf.lowering.device import grows, onednn_is_on, threads, uncounted_below_bytes
 
 _log = logging.getLogger(__name__)
 
-_VERSION = 8
+_VERSION = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,7 @@ class ProfileCache:
             "threads": threads(),
             "onednn": onednn_is_on(),
             "uncounted_below_bytes": uncounted_below_bytes(device),
+            "grows": grows(device),
         }
         self.ops: dict[str, OpProfile] = {}
         name = hashlib.sha256(json.dumps(self._header, sort_keys=True).encode()).hexdigest()[:16]

@@ -9,8 +9,8 @@ from tensorflow.python.grappler import cluster
 from tiny_steps import numbers
 
 from checkmate_tf._files import read_sealed
-from checkmate_tf.core.allocator import AllocatorState
 from checkmate_tf.lowering import arena, device, foresight
+from checkmate_tf.lowering import extract as extracting
 from checkmate_tf.lowering import profile as profiling
 from checkmate_tf.lowering import trace as tracing
 from checkmate_tf.lowering.extract import extract
@@ -103,7 +103,7 @@ def pooled():
     return extract(trace(run, tf.TensorSpec((64, 32, 32, 4)), tf.TensorSpec((3, 3, 4, 32))))
 
 
-def test_convolutions_are_measured_in_each_process_on_a_gpu_which_chooses_their_algorithms_anew(tmp_path, monkeypatch):
+def test_what_convolutions_cost_is_not_kept_on_a_gpu_where_each_process_chooses_their_algorithms(tmp_path, monkeypatch):
     step = pooled()
     convolutions = sum("Conv" in kind for kind in step.op_graph.types)
     assert convolutions == 2
@@ -144,45 +144,69 @@ def test_memory_grows_as_the_environment_says_or_else_the_configuration(monkeypa
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Sizes of the blocks that a GPU with 1 GiB, whose memory grows, is asked for."""
+    """Sizes of the blocks that a GPU whose memory grows is asked for; it has 512 MiB, of which 100 MiB are in use."""
     sizes = []
 
     def empty(nbytes):
         sizes.append(nbytes)
-        if nbytes > 1 << 29:
+        if nbytes > 412 * MIB:
             raise tf.errors.ResourceExhaustedError(None, None, "no room")
 
     monkeypatch.setattr(arena, "empty", empty)
     monkeypatch.setattr(arena, "_granted", {})
     monkeypatch.setattr(arena, "is_cpu", lambda _: False)
     monkeypatch.setattr(arena, "grows", lambda _: True)
-    monkeypatch.setattr(arena, "in_use_bytes", lambda _: 0)
-    monkeypatch.setattr(arena, "limit_bytes", lambda _: 1 << 30)
+    monkeypatch.setattr(arena, "in_use_bytes", lambda _: 100 * MIB)
+    monkeypatch.setattr(arena, "limit_bytes", lambda _: None)
     return sizes
 
 
 def test_room_is_made_in_one_block_where_a_gpus_memory_grows(asked):
     assert arena.make_room(CPU, 100 * MIB, []) == 0  # where it lies cannot be seen
-    assert arena.make_room(CPU, 2 << 30, []) == 0  # beyond the limit
     assert asked == [100 * MIB]
 
 
-def test_no_more_room_is_asked_for_once_a_gpu_has_refused(asked):
+def test_half_of_the_room_is_asked_for_once_a_gpu_has_refused_and_never_more_again(asked):
+    for size in (600 * MIB, 700 * MIB, 200 * MIB):
+        arena.make_room(CPU, size, [])
+    assert asked == [600 * MIB, 300 * MIB, 300 * MIB, 200 * MIB]
+
+
+def test_no_more_room_is_asked_for_than_the_limit_leaves(asked, monkeypatch):
+    monkeypatch.setattr(arena, "limit_bytes", lambda _: 400 * MIB)
     arena.make_room(CPU, 600 * MIB, [])
-    arena.make_room(CPU, 100 * MIB, [])
-    assert asked == [600 * MIB]
+    assert asked == [300 * MIB - arena._LEFT_FREE_BYTES]
 
 
-def test_no_room_is_made_where_a_gpus_memory_is_one_block(asked, monkeypatch):
+def test_no_room_is_made_where_a_gpus_memory_is_one_block_or_none_is_wanted(asked, monkeypatch):
+    arena.make_room(CPU, -5 * MIB, [])
     monkeypatch.setattr(arena, "grows", lambda _: False)
     arena.make_room(CPU, 100 * MIB, [])
     assert not asked
 
 
-@pytest.mark.parametrize("limit", [None, 1 << 30])
-def test_a_gpu_whose_memory_grows_is_not_full_with_the_regions_that_it_has(monkeypatch, limit):
+def test_where_a_gpus_memory_grows_no_map_of_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(foresight, "grows", lambda _: True)
-    monkeypatch.setattr(foresight, "limit_bytes", lambda _: limit)
-    config = foresight._config(GPU, AllocatorState(()))
-    assert config.allow_growth
-    assert config.limit_bytes >= (limit or 1 << 40)
+    monkeypatch.setattr(foresight, "observe", lambda **_: pytest.fail("it takes 10 s and is no map of what comes"))
+    foresight.learn(GPU)
+    assert foresight._known(GPU) is None
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_a_batch_norm_keeps_on_a_gpu_is_known_once_it_was_tried_or_stays_unknown(for_a_gpu, monkeypatch, refused):
+    def reserved(*_, **__):
+        if refused:
+            raise tf.errors.ResourceExhaustedError(None, None, "no room")
+        return [7]
+
+    monkeypatch.setattr(extracting, "_reserved_by_gpu", reserved)
+    step = extract(normalised(4))
+    (norm,) = [k for k, kind in enumerate(step.op_graph.types) if kind == "FusedBatchNormV3"]
+    assert step.unsized == ((step.op_graph.names[norm],) if refused else ())
+    assert step.op_graph.tensor_bytes[step.op_graph.outputs[norm][-1]] == (0 if refused else 7 * 4)
+
+
+def test_what_a_batch_norm_keeps_is_seen_by_running_it():
+    for training in (True, False):
+        shape = extracting._reserved_by_gpu(CPU, (4, 2, 2, 8), tf.float32, data_format=b"NHWC", is_training=training)
+        assert shape == [0]  # on a CPU
