@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from tiny_steps import STEPS, Step, numbers, prepared
 
+from checkmate_tf.lowering.creation import created
 from checkmate_tf.lowering.extract import _original_order, extract
 from checkmate_tf.lowering.trace import TracedStep, trace
 
@@ -228,7 +229,7 @@ def test_an_op_that_reads_a_late_constant_keeps_its_place():
         tf.identity(batch, name="later")
         tf.add(batch, late, name="early")
     traced = TracedStep(SimpleNamespace(graph=original), simplified.as_graph_def())
-    ordered = _original_order(simplified.get_operations(), traced)
+    ordered = _original_order(simplified.get_operations(), created(traced.function, {}))
     assert [op.name for op in ordered] == ["late", "batch", "early", "later"]
 
 
