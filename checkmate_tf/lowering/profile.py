@@ -117,7 +117,7 @@ def profile(
                     cache.ops[key] = op.look_again(cache.ops[key])
         loops = measure_loops(step, device)
     if to_measure:
-        cache.write(leave_out=[key for key in distinct if _differs_by_process(step, example[key], device)])
+        cache.write(leave_out={key for key in distinct if _differs_by_process(step, example[key], device)})
     profiles, again = (
         {op: cache.ops[keys[name]] for op, name in runs.items() if keys[name] in cache.ops} for runs in (names, reruns)
     )
