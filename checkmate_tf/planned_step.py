@@ -9,7 +9,10 @@ import time
 import tensorflow as tf
 
 from checkmate_tf import describe
+from checkmate_tf.budget import format_bytes
+from checkmate_tf.errors import NoScheduleFound, is_out_of_memory
 from checkmate_tf.lowering import device as devices
+from checkmate_tf.lowering import effects
 from checkmate_tf.lowering.rebuild import call_unoptimized
 from checkmate_tf.lowering.seats import seat
 from checkmate_tf.lowering.turns import turns
@@ -21,20 +24,24 @@ _log = logging.getLogger(__name__)
 
 
 class PlannedStep:
-    """A planned step, ready to be called, that measures its own first runs.
+    """A planned step, which is tried before it is trusted.
 
-    Before the first run the plan is confirmed once more, with the batch in hand: where the batch and
-    the variables lie decides how the allocator rounds. Should a later run take more than the budget,
-    because something has moved since, the step is planned again with that much less; where the plan forks,
-    which leaves the order of its allocations open, without forks first. Where steps take turns on a device, each is
-    confirmed again at its first turns, and at as many after another one was planned: until all have found their places.
+    Where the batch and the variables lie decides how the allocator rounds, and no simulation knows all that a kernel
+    takes. So before the first run the planned function runs for real, on the batch in hand, and all that it writes is
+    put back; the step is planned again, with as much less as was not foreseen, until what is measured keeps the budget.
+    The last run of a trial counts as the first step. There is another trial once variables have been moved, as
+    planning another step moves them. Should a later run take more than the budget all the same, the step is planned
+    and tried again before the next one; where the plan forks, which leaves the order of its allocations open, without
+    forks first.
     """
 
     _MEASURED_RUNS = 6
+    _TRIAL_RUNS = 2  # a function's first run leaves constants behind, and the next batch lies elsewhere
+    _MOST_TRIALS = 6
     _MOST_REPLANS = 3
-    _TURNS_TO_SETTLE = 3
     _REPLAN_LIMIT_S = 10.0
     _AS_FAST = 1.02  # times the seconds of the plan that is replaced: one found soon that takes no more will do
+    _OUT_OF_MEMORY = 1 / 64  # of the budget, by which a plan is taken to need more where nothing could be measured
 
     def __init__(self, profiled: ProfiledStep, budget_bytes: int, candidate: Candidate, function):
         self.budget_bytes = budget_bytes
@@ -44,16 +51,24 @@ class PlannedStep:
         self._captured = list(profiled.traced.function.captured_inputs)
         self._structure = profiled.traced.function.structured_outputs
         self._turns = turns(profiled.device)
-        self._confirmed_at: int | None = None  # moves of the variables
-        self._turns_to_confirm = 0
+        self._is_ready = False  # seats are there, and the plan was made for memory as it is
+        self._trusted_at: int | None = None  # moves of the variables
         self._most_bytes = budget_bytes
         self._may_fork = True
         self._replans = 0
         self._dividers: list[tf.Tensor] = []
         self._seats = profiled.seats()
+        self._lasting = effects.lasting(profiled.traced)
+        self._draws_in_kernels = effects.draws_in_kernels(profiled.traced)
+        self._trial_peaks: list[int | None] = []
         self._peaks: list[int] = []
         self._seconds: list[float] = []
         self._notes: list[str] = []
+        if self._lasting:
+            self._note(
+                f"the step was not tried before training, as what it does cannot be undone ({', '.join(self._lasting)})"
+                ": its first steps may take more than the budget."
+            )
 
     @classmethod
     def of(cls, profiled: ProfiledStep) -> PlannedStep:
@@ -76,18 +91,138 @@ class PlannedStep:
 
     def __call__(self, data):
         """Runs the step on one batch of the planned signature; returns what the unmodified step returns."""
-        self.confirm()
+        return self.run([data])
+
+    def run(self, batch: list, *, can_move: bool = False):
+        """Runs the step; the first time, and once memory has been rearranged, as the last run of a trial.
+
+        Args:
+            batch: A list with the batch, which is taken out of it.
+            can_move: Nothing else holds the batch, so it can be moved to where later batches will be.
+
+        Returns:
+            What the unmodified step returns.
+
+        Raises:
+            NoScheduleFound: No plan was found that keeps the budget when it runs. Nothing has changed.
+        """
+        self._take_turn(batch, can_move)
+        if self._trusted_at == self._turns.moves or self._lasting:
+            return self._run(batch.pop())
+        return self._tried(batch, can_move=can_move)
+
+    def try_out(self, data) -> None:
+        """Tries the step on a batch, before there is one to train on. Changes nothing.
+
+        Raises:
+            NoScheduleFound: No plan was found that keeps the budget when it runs.
+        """
+        batch = [data]
+        self._take_turn(batch, can_move=False)
+        if not self._lasting:
+            self._tried(batch, can_move=False, counts=False)
+        self._trusted_at = None  # the first batch will lie elsewhere, and may hold what zeros do not
+
+    def give_up(self) -> None:
+        """Frees what divides the memory for this step's plan: it is another one's turn."""
+        self._dividers.clear()
+
+    def _take_turn(self, batch: list, can_move: bool) -> None:
+        """Makes memory what the plan was made for.
+
+        Raises:
+            NoScheduleFound: There is no plan for the first run, known or found in time.
+        """
+        if not self._turns.is_of(self):
+            self._turns.take(self)
+            self._dividers = self._profiled.divide(self.candidate.partition) if self._is_ready else []
+        if self._is_ready:
+            return
+        self._profiled.ready_to_run()
+        self._seats.take()
+        if can_move:
+            batch.append(seat(batch, self._profiled.device))
+        self._seats.take_for_small()
+        self._take_plan_for_now()
+        self._is_ready = True
+
+    def _tried(self, batch: list, *, can_move: bool, counts: bool = True):
+        """Runs the step, and plans it again, until what is measured keeps the budget.
+
+        Args:
+            batch: A list with the batch.
+            can_move: It can lie elsewhere in each run, as later batches will.
+            counts: The last run is a step of the training; else all that any of them writes is put back.
+
+        Returns:
+            What the last run returned, if that counts.
+
+        Raises:
+            NoScheduleFound: No plan was found that does. Nothing has changed.
+        """
+        for _ in range(self._MOST_TRIALS):
+            with self._profiled.phase("trial"):
+                peak_bytes, results = self._trial(batch, can_move, counts)
+            self._trial_peaks.append(peak_bytes)
+            if peak_bytes is not None and peak_bytes <= self.budget_bytes:
+                self._trusted_at = self._turns.moves
+                return results
+            self._tighten(peak_bytes)
+            self._take_plan_for_now()
+        raise NoScheduleFound(
+            f"no plan was found that keeps {format_bytes(self.budget_bytes)} ({self.budget_bytes:,} bytes) when it "
+            f"runs: in trials the step took {_shown(self._trial_peaks)}. Try: a larger budget, or a smaller batch.",
+            best_peak_bytes=min((peak for peak in self._trial_peaks if peak is not None), default=None),
+        )
+
+    def _trial(self, batch: list, can_move: bool, counts: bool) -> tuple[int | None, object]:
+        """Runs the step some times, until one takes more than the budget.
+
+        Returns:
+            The highest peak in bytes, None where memory ran out; and what the last run returned, if that counts.
+        """
+        before = effects.Snapshot(self._profiled.traced)
+        highest = 0
+        for left in reversed(range(self._TRIAL_RUNS)):
+            is_kept = False
+            try:
+                results = self._run(batch[0], is_trial=True)
+                highest = max(highest, devices.peak_bytes(self._profiled.device))
+                is_kept = counts and not left and highest <= self.budget_bytes
+            except tf.errors.OpError as error:
+                if not is_out_of_memory(error):
+                    raise
+                return None, None
+            finally:
+                if not is_kept:
+                    before.restore()
+            if is_kept:
+                return highest, results
+            del results
+            if self._draws_in_kernels:
+                self._function = self._profiled.build(self.candidate)
+            if highest > self.budget_bytes:
+                break
+            if can_move:
+                batch.append(seat(batch, self._profiled.device))
+        return highest, None
+
+    def _run(self, data, *, is_trial: bool = False):
+        """Runs the step once, measures it, and sees to it that it is planned again if it took too much."""
         feeds = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
-        measuring = len(self._peaks) < self._MEASURED_RUNS
+        device = self._profiled.device
+        measuring = is_trial or len(self._peaks) < self._MEASURED_RUNS
         if measuring:
-            devices.reset_peak(self._profiled.device)
-        before_bytes = max(self.budget_bytes, devices.peak_bytes(self._profiled.device))
+            devices.reset_peak(device)
+        before_bytes = max(self.budget_bytes, devices.peak_bytes(device))
         start = time.perf_counter()
         results = call_unoptimized(self._function, feeds + self._captured, in_lanes=bool(self.candidate.forks))
         if measuring:
-            devices.wait(self._profiled.device)
+            devices.wait(device)
         seconds = time.perf_counter() - start
-        peak_bytes = devices.peak_bytes(self._profiled.device)
+        if is_trial:
+            return self._pack(results)
+        peak_bytes = devices.peak_bytes(device)
         if measuring:
             self._seconds.append(seconds)
             self._peaks.append(peak_bytes)
@@ -95,63 +230,25 @@ class PlannedStep:
             self._plan_again(peak_bytes)
         return self._pack(results)
 
-    def confirm(self, batch: list | None = None):
-        """Takes a plan that keeps the budget from now on: at the first turns, and after a run that took too much.
-
-        Args:
-            batch: A list with the batch in hand, if it can be moved to where later batches will be.
-
-        Returns:
-            The batch, where one was given.
+    def _take_plan_for_now(self) -> None:
+        """Goes on with a plan that keeps the budget from where memory stands now, and divides memory for it.
 
         Raises:
-            NoScheduleFound: There is no plan for the first run, known or found in time.
-        """
-        if self._turns.is_of(self) and self._confirmed_at == self._turns.moves:
-            return batch and batch.pop()
-        self._turns.take(self)
-        if self._confirmed_at != self._turns.moves:
-            self._turns_to_confirm = self._TURNS_TO_SETTLE
-        if self._confirmed_at is None:
-            self._profiled.ready_to_run()
-            self._seats.take()
-            data = batch and seat(batch, self._profiled.device)
-            self._seats.take_for_small()
-            self._take_plan_for_now(must_keep_budget=not self._replans)
-        else:
-            data = batch and batch.pop()
-            if self._turns_to_confirm:
-                self._take_plan_for_now(must_keep_budget=False)
-        self._turns_to_confirm = max(0, self._turns_to_confirm - 1)
-        self._dividers = self._profiled.divide(self.candidate.partition)
-        self._confirmed_at = self._turns.moves
-        return data
-
-    def give_up(self) -> None:
-        """Frees what divides the memory for this step's plan: it is another one's turn."""
-        self._dividers.clear()
-
-    def _take_plan_for_now(self, *, must_keep_budget: bool) -> None:
-        """Goes on with a plan that keeps the budget from where memory stands now.
-
-        Raises:
-            NoScheduleFound: There is none, and there must be.
+            NoScheduleFound: There is none.
         """
         found = self._plan_for_now() or self._other_plan()
         if found is None:
-            if must_keep_budget:
-                raise self._profiled.planner.not_found(self.budget_bytes)
-            self._note("no plan keeps the budget with what was measured; the last one stays.")
-            self._replans = self._MOST_REPLANS
-            return
+            raise self._profiled.planner.not_found(self._most_bytes)
         if not found.runs_as(self.candidate):
             self._build(found)  # what its function holds moves memory once more
             self._seats.take_for_small()
             found = self._plan_for_now() or found
         self._build(found)
+        self._dividers = self._profiled.divide(self.candidate.partition)
 
     def _plan_for_now(self) -> Candidate | None:
         """The plan with the peak that it has from where memory stands now, or None if that is too much."""
+        self._dividers.clear()
         planner = self._profiled.planner
         planner.forget_peaks()
         if not self._may_fork:
@@ -172,17 +269,28 @@ class PlannedStep:
         return found
 
     def _plan_again(self, measured_bytes: int) -> None:
-        """Before the next run, plans without forks, or else with less: by what was measured above the prediction."""
+        """Before the next run, plans with less, and tries that plan before it is trusted."""
         unforeseen = max(0, measured_bytes - self.candidate.peak_bytes)
         self._note(f"a step took {measured_bytes:,} bytes, {unforeseen:,} more than predicted; planned again.")
-        if self.candidate.forks:
-            self._may_fork = False
-        else:
-            self._most_bytes = self.budget_bytes - unforeseen
+        self._tighten(measured_bytes)
         self._replans += 1
-        self._confirmed_at = None
+        self._is_ready = False
+        self._trusted_at = None
         self._peaks.clear()
         self._seconds.clear()
+
+    def _tighten(self, measured_bytes: int | None) -> None:
+        """Gives the planner less: by what was measured above the prediction. Forks are given up first.
+
+        Args:
+            measured_bytes: None where the step ran out of memory.
+        """
+        if self.candidate.forks:
+            self._may_fork = False
+        elif measured_bytes is None:
+            self._most_bytes = self.candidate.peak_bytes - round(self._OUT_OF_MEMORY * self.budget_bytes)
+        else:
+            self._most_bytes = self.budget_bytes - max(0, measured_bytes - self.candidate.peak_bytes)
 
     def _build(self, candidate: Candidate) -> None:
         if not candidate.runs_as(self.candidate):
@@ -210,6 +318,7 @@ class PlannedStep:
             budget_bytes=self.budget_bytes,
             predicted_peak_bytes=candidate.peak_bytes,
             measured_peak_bytes=self.measured_peak_bytes,
+            trial_peaks_bytes=self._trial_peaks,
             predicted_step_s=candidate.time_s,
             measured_step_s=seconds[len(seconds) // 2] if seconds else None,
             predicted_overhead=candidate.overhead,
@@ -229,3 +338,7 @@ class PlannedStep:
             search_bounds=candidate.bounds,
             notes=(*profiled.notes, *self._notes),
         )
+
+
+def _shown(peaks: list[int | None]) -> str:
+    return ", ".join("more than there is" if peak is None else f"{peak:,} bytes" for peak in peaks)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT = "checkmate_tf.report"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 KINDS = ("weights", "activations", "recomputed", "gradients", "workspace")
 """The kinds of memory that reports tell apart, in the order in which plots stack them: weights with optimizer slots
 and the batch; what forward ops make, the first time and again; what the backward pass makes; scratch of the running op.
@@ -107,6 +107,7 @@ class Report:
         budget_bytes: What the allocator's peak must not exceed; None for a step that runs unplanned.
         predicted_peak_bytes: The allocator's peak in the simulated plan.
         measured_peak_bytes: The allocator's peak in a real planned step.
+        trial_peaks_bytes: The allocator's peak in each trial before training, in order; None where memory ran out.
         plain_peak_bytes: The allocator's peak in the unmodified step.
         predicted_step_s: Sum of the profiled times of everything that the plan runs.
         measured_step_s: Time of a real planned step.
@@ -132,6 +133,7 @@ class Report:
     budget_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
+    trial_peaks_bytes: tuple[int | None, ...] = ()
     plain_peak_bytes: int | None = None
     predicted_step_s: float | None = None
     measured_step_s: float | None = None
@@ -158,6 +160,7 @@ class Report:
             self._convert(name, int)
         for name in ("predicted_step_s", "measured_step_s", "plain_step_s", "predicted_overhead", "lower_bound", "gap"):
             self._convert(name, float)
+        self._convert("trial_peaks_bytes", lambda peaks: tuple(None if p is None else int(p) for p in peaks))
         self._convert("phases_s", lambda phases: {name: float(seconds) for name, seconds in phases.items()})
         self._convert("recomputed", lambda ops: {name: int(times) for name, times in ops.items()})
         self._convert("timeline_bytes", _ints)
@@ -373,12 +376,17 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("lower bound", None if report.lower_bound is None else _seconds(report.lower_bound)),
         ("gap", None if report.gap is None else f"{100 * report.gap:.2f} %"),
         ("status", report.status + (f" ({report.strategy})" if report.strategy else "")),
+        ("trials", _trials(report.trial_peaks_bytes)),
         ("phases", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.phases_s.items()) or None),
         ("equivalents", _equivalents(report.implementations)),
         ("choices", _choices(report.choices)),
         ("recomputed", _recomputed(report.recomputed)),
     ]
     return [(label, text) for label, text in facts if text is not None]
+
+
+def _trials(peaks_bytes: tuple[int | None, ...]) -> str | None:
+    return ", ".join("out of memory" if peak is None else _bytes(peak) for peak in peaks_bytes) or None
 
 
 def _choices(rows: Iterable[ChoiceRow]) -> str | None:

@@ -67,7 +67,9 @@ class PlannedFunction:
 
     def _plan(self, arguments: tuple, settings: Settings) -> PlannedStep:
         try:
-            return PlannedStep.of(ProfiledStep(self._flat, batch.spec_of(arguments), settings))
+            planned = PlannedStep.of(ProfiledStep(self._flat, batch.spec_of(arguments), settings))
+            planned.try_out(arguments)
+            return planned
         except CheckmateError:
             raise
         except (AttributeError, LookupError, TypeError, ValueError, tf.errors.OpError) as error:

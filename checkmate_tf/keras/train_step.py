@@ -122,7 +122,14 @@ class PlannedTraining:
         Raises:
             ModelError: The training step does not take such a batch.
         """
-        self.on_spec(input_spec, self.plan)
+
+        def plan(data) -> None:
+            self.plan(data)
+            planned = self._steps[batch.signature(data)]
+            if planned is not None:
+                planned.try_out(data)
+
+        self.on_spec(input_spec, plan)
 
     def on_spec(self, input_spec, use: Callable):
         """Calls `use` with a batch of zeros.
@@ -200,16 +207,14 @@ class PlannedTraining:
         try:
             self.plan(data)
             planned = self._steps[batch.signature(data)]
-            if planned is not None and is_ours:  # in memory that nothing else refers to
-                movable = [data]
-                del data
-                data = planned.confirm(movable)
-            elif planned is not None:
-                planned.confirm()
+            if planned is not None:
+                held = [data]
+                del data  # so that nothing refers to arrays of ours but the step
+                return planned.run(held, can_move=is_ours)
         except CheckmateError:
             detach(self._model)
             raise
-        return planned(data) if planned is not None else self._plain(iter([data]))
+        return self._plain(iter([data]))
 
     def _without_absent(self, data):
         """Drops absent weights from the end of (x, y, None), so that `train_on_batch` runs the step of `fit`.
