@@ -1,0 +1,163 @@
+"""What a step changes: variables, whose values can be put back, and what cannot be put back.
+
+A planned step is tried before training begins. A trial must leave no trace, so every variable that the step writes gets
+its old value again, to the bit and in the buffer where it lies: a variable that moved would change what the trial
+has measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import function_pb2, node_def_pb2
+from tensorflow.python.eager import context, execute
+from tensorflow.python.framework import op_def_registry
+
+from checkmate_tf.lowering.branches import called
+from checkmate_tf.lowering.creation import op_of
+from checkmate_tf.lowering.in_place import writable
+from checkmate_tf.lowering.trace import TracedStep
+from checkmate_tf.lowering.variables import variables_by_input
+
+_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
+# Stateful ops whose only effect is on a variable that they are given.
+_WRITES = (
+    "AssignAddVariableOp",
+    "AssignSubVariableOp",
+    "AssignVariableOp",
+    "DisableCopyOnRead",
+    "ResourceApply",
+    "ResourceCountUpTo",
+    "ResourceScatter",
+    "ResourceSparseApply",
+    "ResourceStridedSliceAssign",
+    "RngReadAndSkip",
+    "RngSkip",
+    "StatefulRandomBinomial",
+    "StatefulStandardNormal",
+    "StatefulTruncatedNormal",
+    "StatefulUniform",
+)
+# Their place in the stream of random numbers is in the kernel: a function that is made anew starts at the beginning.
+_KERNEL_RANDOM = frozenset(
+    {
+        "LogUniformCandidateSampler",
+        "Multinomial",
+        "ParameterizedTruncatedNormal",
+        "RandomGamma",
+        "RandomPoissonV2",
+        "RandomShuffle",
+        "RandomStandardNormal",
+        "RandomUniform",
+        "RandomUniformInt",
+        "TruncatedNormal",
+        "UniformCandidateSampler",
+    }
+)
+_HARMLESS = _READS | {
+    "Assert",
+    "CheckNumerics",
+    "CheckNumericsV2",
+    "CudnnRNN",
+    "CudnnRNNBackprop",
+    "CudnnRNNBackpropV2",
+    "CudnnRNNBackpropV3",
+    "CudnnRNNV2",
+    "CudnnRNNV3",
+    "DeepCopy",
+    "DeviceIndex",
+    "Empty",
+    "LookupTableFindV2",
+    "LookupTableSizeV2",
+    "StatelessRandomGetAlg",
+    "VarHandleOp",
+    "_ParallelConcatStart",
+}
+
+
+def lasting(traced: TracedStep) -> tuple[str, ...]:
+    """Types of the step's ops with effects that cannot be put back: calls of Python, prints, files, queues, tables."""
+    return tuple(sorted({node.op for node in _all_nodes(traced) if _is_stateful(node) and not _can_be_put_back(node)}))
+
+
+def draws_in_kernels(traced: TracedStep) -> bool:
+    """Whether random ops of the step keep their place in the stream to themselves (`tf.random.normal`, say)."""
+    return any(node.op in _KERNEL_RANDOM for node in _all_nodes(traced))
+
+
+class Snapshot:
+    """The values of the variables that a step writes, kept outside of the device's allocator.
+
+    Args:
+        traced: The step.
+    """
+
+    def __init__(self, traced: TracedStep):
+        in_place = writable(traced.function)
+        self._values = [(variable, name in in_place, variable.numpy()) for name, variable in _written(traced).items()]
+
+    def restore(self) -> None:
+        """Puts the values back: in the variables' own buffers, where the device has the kernels for that."""
+        for variable, in_place, value in self._values:
+            with tf.device(variable.device):
+                (_write_into if in_place else tf.Variable.assign)(variable, value)
+
+
+def _write_into(variable: tf.Variable, value: np.ndarray) -> None:
+    """Writes into the buffer that a variable has; see `lowering.in_place`."""
+    tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
+    target = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+    rows = [tf.reshape(tensor, [1, -1]) for tensor in (target, tf.convert_to_tensor(value, variable.dtype))]
+    attributes = ("T", variable.dtype.as_datatype_enum, "loc", 0)
+    execute.execute(b"_ParallelConcatUpdate", 1, inputs=rows, attrs=attributes, ctx=context.context())
+
+
+def _written(traced: TracedStep) -> dict[str, tf.Variable]:
+    """The variables that ops of the step may write, by name of the input that is theirs."""
+    variables = variables_by_input(traced.function)
+    inputs = {
+        op_of(name) for node in traced.graph_def.node if node.op not in _READS for name in node.input if name[0] != "^"
+    }
+    return {name: variable for name, variable in variables.items() if name in inputs}
+
+
+def _all_nodes(traced: TracedStep) -> Iterator[node_def_pb2.NodeDef]:
+    """The step's ops and those of all functions that they call, each function once."""
+    bodies = {body.signature.name: body for body in traced.graph_def.library.function}
+    return _nodes(traced.graph_def.node, bodies, set())
+
+
+def _nodes(
+    nodes: Sequence[node_def_pb2.NodeDef], bodies: Mapping[str, function_pb2.FunctionDef], seen: set[str]
+) -> Iterator[node_def_pb2.NodeDef]:
+    for node in nodes:
+        yield node
+        for name in _called(node):
+            if name not in seen:
+                seen.add(name)
+                yield from _nodes(_body(name, bodies), bodies, seen)
+
+
+def _called(node: node_def_pb2.NodeDef) -> list[str]:
+    """Names of the functions that an op calls; without a definition of its own, its type is the name of one."""
+    named = [function.name for function in called(node)]
+    return named if op_def_registry.get(node.op) is not None else [*named, node.op]
+
+
+def _body(name: str, bodies: Mapping[str, function_pb2.FunctionDef]) -> Iterable[node_def_pb2.NodeDef]:
+    """The ops of a function: a graph has those that its own ops call, and TensorFlow all."""
+    if name in bodies:
+        return bodies[name].node_def
+    known = context.context()
+    return known.get_function_def(name).node_def if known.has_function(name) else ()
+
+
+def _is_stateful(node: node_def_pb2.NodeDef) -> bool:
+    definition = op_def_registry.get(node.op)
+    return definition is not None and definition.is_stateful
+
+
+def _can_be_put_back(node: node_def_pb2.NodeDef) -> bool:
+    return bool(_called(node)) or node.op in _HARMLESS or node.op in _KERNEL_RANDOM or node.op.startswith(_WRITES)
