@@ -23,7 +23,7 @@ from checkmate_tf.lowering.again import KEPT_STATISTICS
 from checkmate_tf.lowering.arena import gather, make_room
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, LAST_RESORT, RULES
-from checkmate_tf.lowering.profile import profile
+from checkmate_tf.lowering.profile import Profile, profile
 from checkmate_tf.lowering.rebuild import rebuild
 from checkmate_tf.lowering.seats import Seats
 from checkmate_tf.lowering.trace import TracedStep, trace
@@ -65,7 +65,7 @@ class Settings:
 
 
 class ProfiledStep:
-    """A traced step with measured costs, from which plans for any budget can be made.
+    """A traced step, from which plans for any budget can be made; its costs are measured when first asked for.
 
     Args:
         step: Python training step of one argument.
@@ -84,15 +84,16 @@ class ProfiledStep:
         self.phases_s: dict[str, float] = {}
         with self.phase("trace"):
             self.traced: TracedStep = self._trace(spec)
-            extracted = extract(self.traced)
-        if not any(t.startswith("Assign") or t.startswith("ResourceApply") for t in extracted.op_graph.types):
+            self._extracted = extract(self.traced)
+        self.op_graph = op_graph = self._extracted.op_graph
+        if not any(t.startswith("Assign") or t.startswith("ResourceApply") for t in op_graph.types):
             raise ModelError("the training step updates no variable; there is nothing to plan.")
         self.device = devices.name_of(self.traced.function.variables)
         constants = self.traced.constants_bytes
         self._large_constants = [size for size in constants if size >= _LARGE_CONSTANT_BYTES]
         self._beside_bytes = _CALL_BYTES + devices.counted_bytes(self.device, constants)
         self.reserve_bytes = _BUILD_BYTES + self._beside_bytes  # added to every predicted peak
-        plain = simulate(extracted.op_graph, compile_plan(extracted.op_graph, range(extracted.op_graph.n)))
+        plain = simulate(op_graph, compile_plan(op_graph, range(op_graph.n)))
         self._room_bytes = int(_ROOM * plain.peak_bytes) + _MORE_ROOM_BYTES
         self._most_seats_bytes = max(_LEAST_SEATS_BYTES, int(_SEATS * plain.peak_bytes))
         scalars = sum(size <= UNIT_BYTES for size in constants) + _LEAST_SCALARS  # held by a function of its own
@@ -100,22 +101,40 @@ class ProfiledStep:
         self._fed_bytes = [leaf.shape.num_elements() * leaf.dtype.size for leaf in _leaves(spec)]
         self.batch_bytes = sum(self._fed_bytes)
         self.reserve_bytes += self.seats().nbytes
+
+    @functools.cached_property
+    def profile(self) -> Profile:
+        """The step with its measured costs."""
         self.tidy()
         with self.phase("profile"):
-            self.profile = profile(
-                extracted,
+            measured = profile(
+                self._extracted,
                 self.device,
-                cache_dir=settings.cache_dir,
-                on_progress=lambda done, todo: settings.progress("profile", done / max(todo, 1)),
+                cache_dir=self.settings.cache_dir,
+                on_progress=lambda done, todo: self.settings.progress("profile", done / max(todo, 1)),
             )
-        for_loops = devices.counted_bytes(self.device, [self.profile.rounding_bytes])
+        for_loops = devices.counted_bytes(self.device, [measured.rounding_bytes])
         self._beside_bytes += for_loops
         self.reserve_bytes += for_loops
-        self.notes = (*_notes(self.profile.unsized), *((_OWN_OPS,) if chosen is OWN else ()))
+        return measured
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences that the reader of a report should know."""
+        return (*_notes(self.profile.unsized), *((_OWN_OPS,) if self.chosen is OWN else ()))
+
+    @functools.cached_property
+    def base_bytes(self) -> int:
+        """What the device holds before the step: variables, optimizer slots, the batch."""
         gc.collect()
-        self.base_bytes = devices.in_use_bytes(self.device)
-        self.planner = self.planner_for(
-            settings.strategy, self.profile.op_graph, self.profile.costs, archive_dir=settings.cache_dir
+        return devices.in_use_bytes(self.device)
+
+    @functools.cached_property
+    def planner(self) -> Planner:
+        """The planner of this step."""
+        measured = self.profile
+        return self.planner_for(
+            self.settings.strategy, measured.op_graph, measured.costs, archive_dir=self.settings.cache_dir
         )
 
     def planner_for(

@@ -18,6 +18,7 @@ from checkmate_tf.lowering.seats import seat
 from checkmate_tf.lowering.turns import turns
 from checkmate_tf.pipeline import ProfiledStep
 from checkmate_tf.planning.candidate import Candidate, cheapest
+from checkmate_tf.planning.replay import follow
 from checkmate_tf.reporting import ImplementationRow, Report
 
 _log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class PlannedStep:
         self._captured = list(profiled.traced.function.captured_inputs)
         self._structure = profiled.traced.function.structured_outputs
         self._turns = turns(profiled.device)
+        self._whole: PlannedStep | None = None  # whose plan and whose place in memory it has
         self._is_ready = False  # seats are there, and the plan was made for memory as it is
         self._trusted_at: int | None = None  # moves of the variables
         self._most_bytes = budget_bytes
@@ -88,6 +90,24 @@ class PlannedStep:
             form = profiled.form(candidate.chosen)
             candidate = form.planner.forked(candidate, budget_bytes)
         return cls(form, budget_bytes, candidate, form.build(candidate))
+
+    @classmethod
+    def of_part(cls, whole: PlannedStep, step: ProfiledStep) -> PlannedStep | None:
+        """A step for a part of another one's batch, which follows that one's plan: nothing is measured or searched.
+
+        Args:
+            whole: The planned step.
+            step: The step for the part, with the alternatives that the plan takes.
+
+        Returns:
+            The step; None where the two have other ops.
+        """
+        candidate = follow(whole.candidate, step.op_graph)
+        if candidate is None:
+            return None
+        part = cls(step, whole.budget_bytes, candidate, step.build(candidate))
+        part._whole = whole
+        return part
 
     def __call__(self, data):
         """Runs the step on one batch of the planned signature; returns what the unmodified step returns."""
@@ -128,11 +148,14 @@ class PlannedStep:
         self._dividers.clear()
 
     def _take_turn(self, batch: list, can_move: bool) -> None:
-        """Makes memory what the plan was made for.
+        """Makes memory what the plan was made for, if it is not.
 
         Raises:
             NoScheduleFound: There is no plan for the first run, known or found in time.
         """
+        if self._whole is not None:
+            self._whole._take_turn([], can_move=False)
+            return
         if not self._turns.is_of(self):
             self._turns.take(self)
             self._dividers = self._profiled.divide(self.candidate.partition) if self._is_ready else []
@@ -236,6 +259,10 @@ class PlannedStep:
         Raises:
             NoScheduleFound: There is none.
         """
+        if self._whole is not None:  # from now on it has a plan of its own
+            self._whole = None
+            self._turns.take(self)
+            self._profiled.ready_to_run()
         found = self._plan_for_now() or self._other_plan()
         if found is None:
             raise self._profiled.planner.not_found(self._most_bytes)

@@ -15,16 +15,25 @@ from checkmate_tf.errors import GraphError
 
 
 def permute(graph: OpGraph, costs: Costs, order: Sequence[int]) -> tuple[OpGraph, Costs]:
+    """As `permute_graph`, with the costs of its ops."""
+    order = np.asarray(order, dtype=np.int64)
+    place = _places(order).tolist()
+    return permute_graph(graph, order), Costs(
+        *(values[order] for values in (costs.time_s, costs.workspace_bytes, costs.again_s, costs.busy)),
+        blocks={place[op]: sizes for op, sizes in costs.blocks.items()},
+    )
+
+
+def permute_graph(graph: OpGraph, order: Sequence[int]) -> OpGraph:
     """The same step with ops renumbered so that op k is the former op order[k]. Tensors keep their numbers."""
     order = np.asarray(order, dtype=np.int64)
-    rank = np.empty(graph.n, dtype=np.int64)
-    rank[order] = np.arange(graph.n)
+    rank = _places(order)
     place = rank.tolist()
 
     def pick(values):
         return tuple(values[op] for op in order.tolist())
 
-    permuted = dataclasses.replace(
+    return dataclasses.replace(
         graph,
         names=pick(graph.names),
         types=pick(graph.types),
@@ -39,10 +48,13 @@ def permute(graph: OpGraph, costs: Costs, order: Sequence[int]) -> tuple[OpGraph
         again={place[op]: reads for op, reads in graph.again.items()},
         first_last=frozenset(place[op] for op in graph.first_last),
     )
-    return permuted, Costs(
-        *(values[order] for values in (costs.time_s, costs.workspace_bytes, costs.again_s, costs.busy)),
-        blocks={place[op]: sizes for op, sizes in costs.blocks.items()},
-    )
+
+
+def _places(order: np.ndarray) -> np.ndarray:
+    """Where each op comes to be in an order."""
+    places = np.empty(len(order), dtype=np.int64)
+    places[order] = np.arange(len(order))
+    return places
 
 
 def low_peak_order(graph: OpGraph, *, settle: bool) -> list[int]:

@@ -13,6 +13,7 @@ from checkmate_tf.errors import CheckmateError, ModelError
 from checkmate_tf.keras import batch
 from checkmate_tf.pipeline import ProfiledStep, Settings
 from checkmate_tf.planned_step import PlannedStep
+from checkmate_tf.planning.joint import NONE
 from checkmate_tf.reporting import Report
 
 _log = logging.getLogger(__name__)
@@ -231,14 +232,26 @@ class PlannedTraining:
         if not batch.is_dense(data):
             self._note("a step runs unplanned: ragged and sparse batches are not planned.")
             return None
-        return PlannedStep.of(self.profiled(data))
+        return self._part_of_planned(data) or PlannedStep.of(self.profiled(data))
 
-    def profiled(self, data) -> ProfiledStep:
-        """The traced and measured step for the signature of a batch."""
+    def _part_of_planned(self, data) -> PlannedStep | None:
+        """A step that follows the plan of a larger batch, as for an epoch's last one; None where there is none."""
+        wholes = [
+            (self._specs[key], step)
+            for key, step in self._steps.items()
+            if step is not None and batch.is_part_of(data, self._specs[key])
+        ]
+        if not wholes:
+            return None
+        _, whole = min(wholes, key=lambda known: batch.rows(known[0]))
+        return PlannedStep.of_part(whole, self.profiled(data, whole.candidate.chosen))
+
+    def profiled(self, data, chosen: frozenset[str] | None = NONE) -> ProfiledStep:
+        """The traced step for the signature of a batch, with the alternatives that were chosen."""
         if not _is_overridden(self._model, "train_step"):  # which may train other models than this one
             self._build(data)
             _check_trainable(self._model)
-        return ProfiledStep(self._step, batch.spec_of(data), self._settings_for(data))
+        return ProfiledStep(self._step, batch.spec_of(data), self._settings_for(data), chosen)
 
     def _build(self, data) -> None:
         """Makes the variables that are still to be made: a trace that fails would leave its own without values."""

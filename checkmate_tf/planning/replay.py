@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
-from checkmate_tf.core.order import permute
+from checkmate_tf.core.order import permute, permute_graph
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
+from checkmate_tf.core.validate import validate
+from checkmate_tf.errors import GraphError
 from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.confirm import confirm
 from checkmate_tf.planning.partition import AllocatorPeak, Placer, Waiting
@@ -40,10 +42,10 @@ def replay(
     Raises:
         InvalidPlan: The checker refuses it.
     """
-    number = {name: op for op, name in enumerate(op_graph.names)}
-    if len(number) != candidate.op_graph.n or number.keys() != set(candidate.op_graph.names):
+    order = _order_in(candidate, op_graph)
+    if order is None:
         return None
-    ordered, ordered_costs = permute(op_graph, costs, [number[name] for name in candidate.op_graph.names])
+    ordered, ordered_costs = permute(op_graph, costs, order)
     plan = compile_plan(ordered, candidate.plan.ops)
     memory = simulate(ordered, plan, ordered_costs.workspace_bytes, ordered_costs.blocks)
     placer = Placer(Waiting(allocator_peak))
@@ -71,3 +73,40 @@ def replay(
         base_bytes=base_bytes,
         uncounted_below_bytes=uncounted_below_bytes,
     )
+
+
+def follow(candidate: Candidate, op_graph: OpGraph) -> Candidate | None:
+    """The same ops in the same order for a part of the batch, of which nothing is measured.
+
+    No tensor of it is larger than the whole batch's, so what the whole one's plan needs and costs is a bound on both.
+
+    Args:
+        candidate: A plan of the step with the whole batch.
+        op_graph: The step with a part of it, in any order.
+
+    Returns:
+        A candidate with the peak and the time of the whole batch's; None where the steps' ops differ.
+
+    Raises:
+        InvalidPlan: The checker refuses it.
+    """
+    order = _order_in(candidate, op_graph)
+    if order is None:
+        return None
+    ordered = permute_graph(op_graph, order)
+    try:
+        plan = compile_plan(ordered, candidate.plan.ops)
+    except GraphError:  # the same names, but other edges
+        return None
+    validate(ordered, plan)
+    return dataclasses.replace(candidate, op_graph=ordered, plan=plan, forks=(), nodes=None)
+
+
+def _order_in(candidate: Candidate, op_graph: OpGraph) -> list[int] | None:
+    """Numbers of a step's ops in the order of a plan's, or None where they are not the same ops."""
+    number = {name: op for op, name in enumerate(op_graph.names)}
+    names, types = candidate.op_graph.names, candidate.op_graph.types
+    if len(number) != len(names) or any(name not in number for name in names):
+        return None
+    order = [number[name] for name in names]
+    return order if all(op_graph.types[op] == kind for op, kind in zip(order, types, strict=True)) else None
