@@ -166,7 +166,10 @@ class PlannedStep:
         if can_move:
             batch.append(seat(batch, self._profiled.device))
         self._seats.take_for_small()
-        self._take_plan_for_now()
+        if not self._take_plan_for_now():
+            if not self._replans:
+                raise self._profiled.planner.not_found(self.budget_bytes)
+            self._go_on_as_it_is()
         self._is_ready = True
 
     def _tried(self, batch: list, *, can_move: bool, counts: bool = True):
@@ -191,11 +194,29 @@ class PlannedStep:
                 self._trusted_at = self._turns.moves
                 return results
             self._tighten(peak_bytes)
-            self._take_plan_for_now()
-        raise NoScheduleFound(
-            f"no plan was found that keeps {format_bytes(self.budget_bytes)} ({self.budget_bytes:,} bytes) when it "
-            f"runs: in trials the step took {_shown(self._trial_peaks)}. Try: a larger budget, or a smaller batch.",
-            best_peak_bytes=min((peak for peak in self._trial_peaks if peak is not None), default=None),
+            if not self._take_plan_for_now():
+                break
+        if not self._replans:
+            raise self._not_kept()
+        self._go_on_as_it_is()
+        return self._run(batch.pop())
+
+    def _go_on_as_it_is(self) -> None:
+        """Keeps the plan that there is: training has begun, and is not ended for what a step takes too much."""
+        self._note("no plan keeps the budget with what was measured; the last one stays.")
+        self._replans = self._MOST_REPLANS
+        self._trusted_at = self._turns.moves
+
+    def _not_kept(self) -> NoScheduleFound:
+        """The error for a budget that no plan kept when it ran."""
+        smallest_bytes = self._profiled.planner.not_found(self._most_bytes).best_peak_bytes
+        if smallest_bytes is not None:
+            smallest_bytes += self.budget_bytes - self._most_bytes  # what was not foreseen
+        return NoScheduleFound(
+            f"no plan was found that keeps {_shown(self.budget_bytes)} when it runs: in trials the step took "
+            f"{', '.join(map(_shown, self._trial_peaks))}. Smallest budget found: {_shown(smallest_bytes)}. "
+            "Try: a smaller batch, or a budget above that.",
+            best_peak_bytes=smallest_bytes,
         )
 
     def _trial(self, batch: list, can_move: bool, counts: bool) -> tuple[int | None, object]:
@@ -209,7 +230,8 @@ class PlannedStep:
         for left in reversed(range(self._TRIAL_RUNS)):
             is_kept = False
             try:
-                results = self._run(batch[0], is_trial=True)
+                devices.reset_peak(self._profiled.device)
+                results, seconds = self._call(batch[0], wait=True)
                 highest = max(highest, devices.peak_bytes(self._profiled.device))
                 is_kept = counts and not left and highest <= self.budget_bytes
             except tf.errors.OpError as error:
@@ -220,6 +242,7 @@ class PlannedStep:
                 if not is_kept:
                     before.restore()
             if is_kept:
+                self._book(seconds, devices.peak_bytes(self._profiled.device))
                 return highest, results
             del results
             if self._draws_in_kernels:
@@ -230,48 +253,64 @@ class PlannedStep:
                 batch.append(seat(batch, self._profiled.device))
         return highest, None
 
-    def _run(self, data, *, is_trial: bool = False):
-        """Runs the step once, measures it, and sees to it that it is planned again if it took too much."""
-        feeds = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
+    def _run(self, data):
+        """Runs the step once. It is planned again before the next run if it took too much."""
         device = self._profiled.device
-        measuring = is_trial or len(self._peaks) < self._MEASURED_RUNS
+        measuring = len(self._peaks) < self._MEASURED_RUNS
         if measuring:
             devices.reset_peak(device)
         before_bytes = max(self.budget_bytes, devices.peak_bytes(device))
-        start = time.perf_counter()
-        results = call_unoptimized(self._function, feeds + self._captured, in_lanes=bool(self.candidate.forks))
-        if measuring:
-            devices.wait(device)
-        seconds = time.perf_counter() - start
-        if is_trial:
-            return self._pack(results)
+        results, seconds = self._call(data, wait=measuring)
         peak_bytes = devices.peak_bytes(device)
         if measuring:
-            self._seconds.append(seconds)
-            self._peaks.append(peak_bytes)
+            self._book(seconds, peak_bytes)
         if self._replans < self._MOST_REPLANS and peak_bytes > before_bytes:
             self._plan_again(peak_bytes)
-        return self._pack(results)
+        return results
 
-    def _take_plan_for_now(self) -> None:
+    def _call(self, data, *, wait: bool) -> tuple[object, float]:
+        """Calls the planned function.
+
+        Args:
+            data: The batch.
+            wait: Whether to return only when the device has run it all.
+
+        Returns:
+            What the unmodified step returns, and the seconds that it took.
+        """
+        feeds = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
+        start = time.perf_counter()
+        results = call_unoptimized(self._function, feeds + self._captured, in_lanes=bool(self.candidate.forks))
+        if wait:
+            devices.wait(self._profiled.device)
+        seconds = time.perf_counter() - start
+        return tf.nest.pack_sequence_as(self._structure, results, expand_composites=True), seconds
+
+    def _book(self, seconds: float, peak_bytes: int) -> None:
+        self._seconds.append(seconds)
+        self._peaks.append(peak_bytes)
+
+    def _take_plan_for_now(self) -> bool:
         """Goes on with a plan that keeps the budget from where memory stands now, and divides memory for it.
 
-        Raises:
-            NoScheduleFound: There is none.
+        Returns:
+            Whether there is one, known or found in time.
         """
         if self._whole is not None:  # from now on it has a plan of its own
             self._whole = None
             self._turns.take(self)
             self._profiled.ready_to_run()
+            self._is_ready = True
         found = self._plan_for_now() or self._other_plan()
         if found is None:
-            raise self._profiled.planner.not_found(self._most_bytes)
+            return False
         if not found.runs_as(self.candidate):
             self._build(found)  # what its function holds moves memory once more
             self._seats.take_for_small()
             found = self._plan_for_now() or found
         self._build(found)
         self._dividers = self._profiled.divide(self.candidate.partition)
+        return True
 
     def _plan_for_now(self) -> Candidate | None:
         """The plan with the peak that it has from where memory stands now, or None if that is too much."""
@@ -328,9 +367,6 @@ class PlannedStep:
         self._notes.append(text)
         _log.warning("%s", text)
 
-    def _pack(self, results: list[tf.Tensor]):
-        return tf.nest.pack_sequence_as(self._structure, results, expand_composites=True)
-
     @property
     def measured_peak_bytes(self) -> int | None:
         """Highest allocator peak of the measured runs, the first left out where there are more."""
@@ -367,5 +403,5 @@ class PlannedStep:
         )
 
 
-def _shown(peaks: list[int | None]) -> str:
-    return ", ".join("more than there is" if peak is None else f"{peak:,} bytes" for peak in peaks)
+def _shown(nbytes: int | None) -> str:
+    return "more than there is" if nbytes is None else f"{format_bytes(nbytes, round_up=True)} ({nbytes:,} bytes)"

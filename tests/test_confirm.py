@@ -7,6 +7,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from tensorflow.core.framework.graph_pb2 import GraphDef
 
 from checkmate_tf.errors import NoScheduleFound
 from checkmate_tf.lowering.turns import turns
@@ -55,7 +56,9 @@ def stubbed(soon, later, *, confirmed=lambda _: None):
     profiled = SimpleNamespace(
         planner=planner,
         settings=SimpleNamespace(time_limit_s=60.0),
-        traced=SimpleNamespace(function=SimpleNamespace(captured_inputs=(), structured_outputs=())),
+        traced=SimpleNamespace(
+            function=SimpleNamespace(captured_inputs=(), structured_outputs=()), graph_def=GraphDef()
+        ),
         device="CPU:0",
         ready_to_run=turns("CPU:0").moved,
         phase=lambda _: contextlib.nullcontext(),
@@ -64,6 +67,11 @@ def stubbed(soon, later, *, confirmed=lambda _: None):
         seats=lambda: SimpleNamespace(take=lambda: None, take_for_small=lambda: None),
     )
     return PlannedStep(profiled, 100, plan(1.0), None), asked
+
+
+def ready(step: PlannedStep) -> None:
+    """Makes it ready to run."""
+    step._take_turn([], can_move=False)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +85,7 @@ def stubbed(soon, later, *, confirmed=lambda _: None):
 )
 def test_a_plan_is_replaced_soon_and_by_a_whole_search_only_where_that_costs_time(soon_s, later_s, taken_s, asked):
     step, calls = stubbed(soon_s and plan(soon_s), later_s and plan(later_s))
-    step.confirm()
+    ready(step)
     assert step.candidate.time_s == taken_s
     assert step._function == ("function of", step.candidate)
     assert calls == asked
@@ -87,7 +95,7 @@ def test_what_replaces_a_plan_is_looked_at_again_once_it_is_built():
     other = plan(1.0)
     moved = placed(other.plan, 1.0, (7,))
     step, _ = stubbed(other, None, confirmed=lambda candidate: moved if candidate is other else None)
-    step.confirm()
+    ready(step)
     assert step.candidate is moved
     assert step._function == ("function of", other)
 
@@ -95,7 +103,7 @@ def test_what_replaces_a_plan_is_looked_at_again_once_it_is_built():
 def test_a_step_that_nothing_keeps_within_the_budget_is_refused():
     step, _ = stubbed(None, None)
     with pytest.raises(NoScheduleFound):
-        step.confirm()
+        ready(step)
 
 
 def test_a_step_above_its_budget_gives_up_its_forks_before_it_is_planned_with_less():
@@ -104,14 +112,14 @@ def test_a_step_above_its_budget_gives_up_its_forks_before_it_is_planned_with_le
     step._profiled.planner.confirmed = lambda candidate, limit: limits.append(limit) or candidate
     step._profiled.planner.forked = lambda candidate, _: dataclasses.replace(candidate, forks=("fork",))
     step.candidate = Forking()
-    step.confirm()
+    ready(step)
     assert step.candidate.forks == ("fork",)
     step._plan_again(107)
-    step.confirm()
+    ready(step)
     assert step.candidate.forks == ()
     assert step._function == ("function of", Forking())
     step._plan_again(107)
-    step.confirm()
+    ready(step)
     assert step.candidate.forks == ()
     assert limits[0] == limits[-2] == 100
     assert limits[-1] == 100 - 17

@@ -102,7 +102,10 @@ class Snapshot:
         """Puts the values back: in the variables' own buffers, where the device has the kernels for that."""
         for variable, in_place, value in self._values:
             with tf.device(variable.device):
-                (_write_into if in_place else tf.Variable.assign)(variable, value)
+                if in_place:
+                    _write_into(variable, value)
+                else:
+                    variable.assign(value)
 
 
 def _write_into(variable: tf.Variable, value: np.ndarray) -> None:

@@ -1,0 +1,249 @@
+"""A planned step is tried before it is trusted, and a trial leaves no trace."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import assert_same_state, state, values_of
+from keras import layers
+from keras_models import BATCH, compiled, images, sequential
+
+import checkmate_tf
+from checkmate_tf.errors import NoScheduleFound
+from checkmate_tf.keras.train_step import planned_training
+from checkmate_tf.lowering import device as devices
+from checkmate_tf.lowering import effects
+from checkmate_tf.lowering.rehearse import address
+from checkmate_tf.lowering.trace import trace
+from checkmate_tf.planned_step import PlannedStep
+
+
+def built(**options):
+    """A model with dropout, batch norm and slots, and all variables that training will ever need."""
+    keras.utils.set_random_seed(3)
+    model = compiled(sequential(depth=2, **options), keras.optimizers.Adam())
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def spec_of(x, y):
+    return tf.TensorSpec(x.shape, tf.float64), tf.TensorSpec(y.shape, tf.int64)
+
+
+def bits(model) -> list[bytes]:
+    return [values_of(variable).tobytes() for variable in state(model)]
+
+
+def test_planning_at_once_tries_the_step_on_zeros_and_changes_nothing(options):
+    model = built()
+    before = bits(model)
+    checkmate_tf.compile(model, 0.9, input_spec=spec_of(*images(BATCH)), **options)
+    assert bits(model)[: len(before)] == before
+    report = checkmate_tf.report(model)
+    assert len(report.trial_peaks_bytes) >= 1
+    assert report.trial_peaks_bytes[-1] <= report.budget_bytes
+    assert report.measured_peak_bytes is None, "no step was trained"
+
+
+def test_the_last_run_of_a_trial_is_the_first_step(options):
+    plain, model = built(), built()
+    x, y = images(BATCH)
+    checkmate_tf.compile(model, 0.9, **options)
+    assert model.train_on_batch(x, y) == pytest.approx(plain.train_on_batch(x, y), rel=1e-9)
+    assert model.optimizer.iterations.numpy() == 1
+    assert_same_state(plain, model)
+
+
+def too_much(monkeypatch, times):
+    """Has the next trials measure more than the budget; returns a list of all that was measured."""
+    true, seen = devices.peak_bytes, []
+
+    def peak(device):
+        seen.append(true(device) + (1 << 22 if len(seen) < times else 0))
+        return seen[-1]
+
+    monkeypatch.setattr(devices, "peak_bytes", peak)
+    return seen
+
+
+def test_a_step_that_takes_too_much_in_its_trial_is_planned_again_before_it_trains(options, monkeypatch):
+    plain, model = built(), built()
+    x, y = images(BATCH)
+    checkmate_tf.compile(model, 0.9, **options)
+    planned_training(model).plan((tf.constant(x), tf.constant(y)))
+    monkeypatch.setattr(PlannedStep, "_MEASURED_RUNS", 0)
+    seen = too_much(monkeypatch, times=1)
+    model.train_on_batch(x, y)
+    report = checkmate_tf.report(model)
+    assert report.trial_peaks_bytes[0] == seen[0] > report.budget_bytes
+    assert report.trial_peaks_bytes[-1] <= report.budget_bytes
+    assert report.predicted_peak_bytes <= report.budget_bytes - (seen[0] - report.budget_bytes)
+    plain.train_on_batch(x, y)
+    assert_same_state(plain, model)
+
+
+def test_a_budget_that_no_plan_keeps_when_it_runs_is_refused_with_nothing_changed(options, monkeypatch):
+    plain, model = built(), built()
+    x, y = images(BATCH)
+    before = bits(model)
+    checkmate_tf.compile(model, 0.9, **options)
+    monkeypatch.setattr(devices, "peak_bytes", lambda _: 1 << 40)
+    with pytest.raises(NoScheduleFound, match=r"when it runs: in trials the step took 1\.00 TiB"):
+        model.train_on_batch(x, y)
+    assert bits(model)[: len(before)] == before
+    assert planned_training(model) is None
+    for one in (plain, model):
+        one.train_on_batch(x, y)
+    assert_same_state(plain, model)
+
+
+def test_running_out_of_memory_in_a_trial_is_a_peak_that_is_too_high(options, monkeypatch):
+    plain, model = built(), built()
+    x, y = images(BATCH)
+    checkmate_tf.compile(model, 1.0, **options)
+    call, calls = PlannedStep._call, []
+
+    def no_memory_once(self, *data, **how):
+        calls.append(self.candidate.peak_bytes)
+        results = call(self, *data, **how)
+        if len(calls) == 1:  # with all variables written already
+            raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+        return results
+
+    monkeypatch.setattr(PlannedStep, "_call", no_memory_once)
+    model.train_on_batch(x, y)
+    assert checkmate_tf.report(model).trial_peaks_bytes[0] is None
+    assert calls[-1] <= calls[0]
+    plain.train_on_batch(x, y)
+    assert_same_state(plain, model)
+
+
+def test_an_error_in_a_trial_leaves_no_trace(options, monkeypatch):
+    model = built()
+    x, y = images(BATCH)
+    checkmate_tf.compile(model, 1.0, **options)
+    planned_training(model).plan((tf.constant(x), tf.constant(y)))
+    before, call = bits(model), PlannedStep._call
+
+    def interrupted(self, *data, **how):
+        call(self, *data, **how)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PlannedStep, "_call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.train_on_batch(x, y)
+    assert bits(model) == before
+
+
+def test_a_step_that_calls_python_is_not_tried(options):
+    seen = []
+
+    def look(values):
+        seen.append(len(values))
+        return values
+
+    inputs = keras.Input((SIZE := 400,), batch_size=BATCH)
+    watch = layers.Lambda(lambda t: tf.ensure_shape(tf.numpy_function(look, [t], t.dtype), t.shape))
+    x = layers.Dense(SIZE, activation="relu")(watch(inputs))
+    model = compiled(keras.Model(inputs, layers.Dense(5)(layers.Dense(SIZE, activation="relu")(x))))
+    checkmate_tf.compile(model, 1.0, **options)
+    seen.clear()
+    random = np.random.default_rng(0)
+    for _ in range(3):
+        model.train_on_batch(random.normal(size=(BATCH, SIZE)), random.integers(0, 5, BATCH))
+    report = checkmate_tf.report(model)
+    assert report.trial_peaks_bytes == ()
+    assert any("not tried" in note and "PyFunc" in note for note in report.notes), report.notes
+    assert seen == [BATCH] * 3
+
+
+@keras.saving.register_keras_serializable("test_trial")
+class Noise(layers.Layer):
+    """Draws from a stream that the op's kernel keeps to itself."""
+
+    def call(self, inputs, training=False):
+        return inputs + tf.random.normal(tf.shape(inputs), dtype=inputs.dtype) if training else inputs
+
+
+def test_a_trial_takes_nothing_from_a_stream_of_random_numbers(options, monkeypatch):
+    def trained(runs):
+        monkeypatch.setattr(PlannedStep, "_TRIAL_RUNS", runs)
+        keras.utils.set_random_seed(5)
+        model = compiled(
+            keras.Sequential([keras.Input((300,)), layers.Dense(300), Noise(), layers.Dense(300), layers.Dense(5)])
+        )
+        checkmate_tf.compile(model, 1.0, **options)
+        random = np.random.default_rng(0)
+        for _ in range(2):
+            model.train_on_batch(random.normal(size=(BATCH, 300)), random.integers(0, 5, BATCH))
+        return bits(model)
+
+    assert trained(1) == trained(3)
+
+
+DTYPES = [tf.float32, tf.float64, tf.bfloat16, tf.float16, tf.int32, tf.int64, tf.uint8, tf.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("shape", [(), (70_000,), (300, 300)])
+def test_a_value_is_put_back_to_the_bit_and_where_it_lay(dtype, shape):
+    values = np.random.default_rng(0).integers(0, 2, shape)
+    variable = tf.Variable(tf.cast(values, dtype))
+
+    def step(x):
+        variable.assign(tf.cast(x, dtype))
+        return x
+
+    traced = trace(step, tf.TensorSpec(shape, tf.int64))
+    before, place = variable.numpy().tobytes(), place_of(variable)
+    snapshot = effects.Snapshot(traced)
+    with tf.device(variable.device):
+        tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.cast(1 - values, dtype))
+    moved = place_of(variable)
+    assert variable.numpy().tobytes() != before
+    snapshot.restore()
+    assert variable.numpy().tobytes() == before
+    if shape and dtype.is_floating:
+        assert place_of(variable) == moved != place
+
+
+def place_of(variable) -> int:
+    """Where its buffer begins. NumPy takes no bfloat16, but the same bits under another name."""
+    same_bits = {tf.bfloat16: tf.uint16}.get(variable.dtype, variable.dtype)
+    return address(tf.bitcast(variable.read_value(), same_bits))
+
+
+def test_only_what_is_written_is_kept():
+    read, written, in_branch = (tf.Variable(tf.fill([3], float(k))) for k in range(3))
+
+    def step(x):
+        written.assign_add(read * x)
+        tf.cond(x > 0, lambda: in_branch.assign_sub(x + tf.zeros([3])), lambda: in_branch.read_value())
+        return x
+
+    traced = trace(step, tf.TensorSpec((), tf.float32))
+    assert {v.handle._id for v in effects._written(traced).values()} == {written.handle._id, in_branch.handle._id}
+
+
+@pytest.mark.parametrize(
+    ("effect", "named"),
+    [
+        (lambda x: tf.print(x), ("PrintV2",)),
+        (lambda x: tf.cond(x > 0, lambda: tf.py_function(abs, [x], tf.float32), lambda: x), ("EagerPyFunc",)),
+        (lambda x: tf.io.write_file("nowhere", tf.strings.as_string(x)), ("WriteFile",)),
+        (lambda x: tf.debugging.assert_positive(x), ()),
+        (lambda x: tf.random.normal([3]) + x, ()),
+        (lambda x: tf.while_loop(lambda t: t < 9.0, lambda t: t + 1.0, [x]), ()),
+    ],
+    ids=["print", "python in a branch", "file", "assertion", "random", "loop"],
+)
+def test_effects_that_cannot_be_undone_are_named(effect, named):
+    variable = tf.Variable(0.0)
+
+    def step(x):
+        with tf.control_dependencies(tf.nest.flatten([t for t in [effect(x)] if t is not None])):
+            return variable.assign_add(x)
+
+    assert effects.lasting(trace(step, tf.TensorSpec((), tf.float32))) == named
