@@ -72,7 +72,7 @@ def run_model(name: str, time_limit_s: float) -> list[dict]:
         return curves(profiled, candidate, *measured) | {"maximum_memory_rule_bytes": rule}
 
     def planned(profiled) -> dict:
-        step = tightest(profiled, [int(part * plain_peak) for part in BUDGETS])
+        step = tightest(profiled, batch, [int(part * plain_peak) for part in BUDGETS])
         measured = measure(lambda: step(batch))
         return curves(profiled, step.candidate, *measured) | {"budget_bytes": step.budget_bytes}
 
@@ -86,7 +86,7 @@ def run_model(name: str, time_limit_s: float) -> list[dict]:
     return rows
 
 
-def tightest(profiled, budgets_bytes: list[int]):
+def tightest(profiled, batch, budgets_bytes: list[int]):
     """The step planned for the first budget that there is a plan for.
 
     Raises:
@@ -99,7 +99,7 @@ def tightest(profiled, budgets_bytes: list[int]):
         profiled.settings = dataclasses.replace(profiled.settings, budget=budget_bytes)
         try:
             step = PlannedStep.of(profiled)
-            step.confirm()
+            step.try_out(batch)
             return step
         except (InfeasibleBudget, NoScheduleFound) as error:
             print(error, flush=True)
