@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -195,6 +196,11 @@ class PlannedStep:
 
     def _pack(self, results: list[tf.Tensor]):
         return tf.nest.pack_sequence_as(self._structure, results, expand_composites=True)
+
+    @property
+    def variables(self) -> Sequence[tf.Variable]:
+        """Those that the step reads or changes."""
+        return self._profiled.traced.function.variables
 
     @property
     def measured_peak_bytes(self) -> int | None:

@@ -15,7 +15,7 @@ from checkmate_tf.core.order import permute, ready_order
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.scaling import BatchScaling, one_more_forward_pass
 from checkmate_tf.core.simulate import simulate, working_set_bytes
-from checkmate_tf.errors import ModelError, NoScheduleFound, is_out_of_memory
+from checkmate_tf.errors import ModelError, NoScheduleFound, PlanningError, is_out_of_memory
 from checkmate_tf.keras import batch, fingerprint
 from checkmate_tf.keras.train_step import PlannedTraining, checked_training
 from checkmate_tf.pipeline import ProfiledStep, Settings
@@ -99,7 +99,7 @@ class _Finder:
 
         try:
             return self._training.on_spec(input_spec, profile_and_use)
-        except ModelError as error:
+        except (ModelError, PlanningError) as error:
             if self.kept.trials and is_out_of_memory(error.__cause__):
                 return False
             raise

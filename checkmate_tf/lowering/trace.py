@@ -14,6 +14,7 @@ from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.training import saver
 
 from checkmate_tf.core.opgraph import CONTROL_FLOW
+from checkmate_tf.errors import StepError
 from checkmate_tf.lowering import device
 from checkmate_tf.lowering.again import leaner_reruns
 from checkmate_tf.lowering.branches import assign_in_place
@@ -28,6 +29,7 @@ from checkmate_tf.lowering.sums import sum_in_pairs
 from checkmate_tf.lowering.variables import variables_by_input
 
 _NOT_INFERRED = frozenset({"PartitionedCall", "Placeholder", "ReadVariableOp", "StatefulPartitionedCall"})
+_UPDATES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
 _LOWER = "_lower_using_switch_merge"  # the runtime expands this loop or branch in the caller's graph
 
 
@@ -68,6 +70,12 @@ class TracedStep:
         return [op.name for op in self.function.graph.control_outputs]
 
     @property
+    def updates(self) -> bool:
+        """Whether the step, or a function that it may call, changes a variable."""
+        bodies = (body.node_def for body in self.graph_def.library.function)
+        return any(node.op.startswith(_UPDATES) for nodes in (self.graph_def.node, *bodies) for node in nodes)
+
+    @property
     def constants_bytes(self) -> list[int]:
         """Size of each constant, which a function that has run holds."""
         return [_nbytes(node.attr["value"].tensor) for node in self.graph_def.node if node.op == "Const"]
@@ -94,8 +102,11 @@ def trace(
 
     Returns:
         The step, with every shape known that TensorFlow can infer.
+
+    Raises:
+        StepError: The step itself fails.
     """
-    function = tf.function(step, jit_compile=False).get_concrete_function(*args_spec)
+    function = _traced(step, *args_spec)
     graph = function.graph
     graph_def = graph.as_graph_def()
     reads = read_before_calls(graph_def, graph)
@@ -116,6 +127,13 @@ def trace(
     poolings_by_places(simplified.node)
     again = leaner_reruns(simplified.node, on_cpu=on_cpu)
     return TracedStep(function, simplified, rewritten.stands_in, rewritten.fired, rewritten.offered, again)
+
+
+def _traced(step: Callable, *args_spec) -> tf.types.experimental.ConcreteFunction:
+    try:
+        return tf.function(step, jit_compile=False).get_concrete_function(*args_spec)
+    except Exception as error:
+        raise StepError(f"the training step cannot be traced: {error}") from error
 
 
 def _simplify(
