@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 
@@ -27,6 +28,8 @@ from checkmate_tf.lowering.implementations.rule import Rule
 from checkmate_tf.lowering.in_place import writable
 from checkmate_tf.lowering.sums import sum_in_pairs
 from checkmate_tf.lowering.variables import variables_by_input
+
+_log = logging.getLogger(__name__)
 
 _NOT_INFERRED = frozenset({"PartitionedCall", "Placeholder", "ReadVariableOp", "StatefulPartitionedCall"})
 _UPDATES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
@@ -197,7 +200,7 @@ def _simplify(
 def _optimized(
     meta_graph: meta_graph_pb2.MetaGraphDef, kept: Sequence[str], *, fold: bool, merge: bool = True
 ) -> graph_pb2.GraphDef:
-    """One run of Grappler.
+    """One run of Grappler, or the graph as it is where that fails.
 
     Args:
         meta_graph: The graph.
@@ -216,7 +219,11 @@ def _optimized(
         rewrites.constant_folding = rewriter_config_pb2.RewriterConfig.OFF
     if not merge:
         rewrites.remapping = rewriter_config_pb2.RewriterConfig.OFF
-    return tf_optimizer.OptimizeGraph(config, meta_graph)
+    try:
+        return tf_optimizer.OptimizeGraph(config, meta_graph)
+    except (ValueError, tf.errors.OpError) as error:  # it may leave any graph as it is
+        _log.warning("Grappler does not simplify the step: %s", error)
+        return meta_graph.graph_def
 
 
 def _not_importable(graph_def: graph_pb2.GraphDef) -> list[str]:
