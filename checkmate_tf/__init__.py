@@ -18,6 +18,7 @@ from checkmate_tf.errors import (
     ModelError,
     NoScheduleFound,
     OptionError,
+    PlanningError,
 )
 
 _cpu_memory.count()
@@ -46,6 +47,7 @@ __all__ = [
     "ModelError",
     "NoScheduleFound",
     "OptionError",
+    "PlanningError",
     "__version__",
     *_LAZY,
 ]

@@ -14,6 +14,7 @@ from checkmate_tf.budget import Budget, parse
 from checkmate_tf.errors import ModelError, OptionError
 from checkmate_tf.keras import curve, max_batch, train_step
 from checkmate_tf.keras.custom_step import PlannedFunction
+from checkmate_tf.keras.unplanned import ON_UNPLANNED, WARN
 from checkmate_tf.lowering import rehearse
 from checkmate_tf.lowering.device import is_cpu
 from checkmate_tf.lowering.implementations.registry import RULES
@@ -33,13 +34,25 @@ def compile(
     implementations: str = "exact",
     cost_model: str = "profile",
     cache_dir: str | os.PathLike | None = None,
+    on_unplanned: str = "warn",
     verbose: bool | str = "auto",
 ) -> keras.Model:
     """Makes a compiled Keras model train inside a memory budget, with the same gradients.
 
     The training step is planned once per batch signature: at once when `input_spec` is given, else
     when `fit` or `train_on_batch` shows the first batch. `evaluate`, `predict` and `save` are not
-    touched. `restore` undoes it.
+    touched. `restore` undoes it. A copy of the model (by `clone_model`, `copy.deepcopy`, pickling, saving and
+    loading) trains as an ordinary model, without the budget, until it is given to `compile` itself.
+
+    A fraction as the budget is one of the largest plain peak of all batches so far. A smaller batch has the bytes of
+    the largest one before it. When a larger one comes, the fraction of its plain peak is the budget for it and for all
+    that are planned after it; steps planned before keep their plans, which take less.
+
+    Where there is no plan for the first batch within the budget, that is an error, and the model trains as it did
+    before `compile`. `on_unplanned` says what happens to all else that is not planned: ragged and sparse batches,
+    several replicas (tf.distribute), a model compiled anew with run_eagerly=True, a later batch for which there is no
+    plan within the budget, and whatever fails while a step is traced, profiled, planned, built or run for the first
+    time. Such a failure leaves every variable as it was.
 
     Args:
         model: Compiled, with an optimizer.
@@ -59,6 +72,8 @@ def compile(
             published. `report` says where.
         cost_model: "profile": each distinct op is measured on the device.
         cache_dir: Folder for measured ops and found schedules; by default in the user's cache folder.
+        on_unplanned: "warn": what is not planned trains by the model's own step, without the budget, and a UserWarning
+            says why. "raise": that is an error, and the model is given its own step back.
         verbose: Whether to show progress; "auto": on a terminal.
 
     Returns:
@@ -68,12 +83,19 @@ def compile(
         BudgetError, ModelError, OptionError: An argument means nothing; the message says what to do.
         InfeasibleBudget: No schedule meets the budget, proven.
         NoScheduleFound: None was found in time.
+        PlanningError: With on_unplanned="raise", planning failed; `__cause__` says why.
+
+    Warns:
+        UserWarning: Once for each reason why something trains unplanned; and where a plan is predicted to take more
+            than twice as long as the unmodified step.
 
     References:
         Jain et al., Checkmate, MLSys 2020; Jain et al., Gist, ISCA 2018.
     """
     train_step.attach(
-        model, _settings(budget, strategy, time_limit_s, implementations, cost_model, cache_dir, verbose), input_spec
+        model,
+        _settings(budget, strategy, time_limit_s, implementations, cost_model, cache_dir, verbose, on_unplanned),
+        input_spec,
     )
     return model
 
@@ -88,13 +110,14 @@ def function(
     implementations: str = "exact",
     cost_model: str = "profile",
     cache_dir: str | os.PathLike | None = None,
+    on_unplanned: str = "warn",
     verbose: bool | str = "auto",
 ) -> PlannedFunction:
     """Makes any training step written with tf.GradientTape run inside a memory budget.
 
     For custom loops, models with several optimizers, GANs. The step is planned now, for the one
-    signature that `input_spec` describes. Arguments of another signature run the unmodified step,
-    which the report notes. Variables that the step makes when it first runs are made now.
+    signature that `input_spec` describes. Arguments of another signature run the unmodified step, as `on_unplanned`
+    allows. Variables that the step makes when it first runs are made now.
 
     Args:
         step: Python function or tf.function. Its arguments and results are (nested) tensors; it
@@ -107,6 +130,8 @@ def function(
         implementations: "exact", "fused" or "gist".
         cost_model: "profile".
         cache_dir: Folder for measured ops and found schedules.
+        on_unplanned: "warn": arguments of another signature, and a step that could not be planned, run unmodified,
+            without the budget, and a UserWarning says why. "raise": that is an error.
         verbose: Whether to show progress.
 
     Returns:
@@ -116,6 +141,7 @@ def function(
         BudgetError, ModelError, OptionError: An argument means nothing; the message says what to do.
         InfeasibleBudget: No schedule meets the budget, proven.
         NoScheduleFound: None was found in time.
+        PlanningError: With on_unplanned="raise", planning failed; `__cause__` says why.
 
     Example:
         >>> def step(x, y):
@@ -129,7 +155,9 @@ def function(
         ...     loss = step(x, y)
     """
     return PlannedFunction(
-        step, _settings(budget, strategy, time_limit_s, implementations, cost_model, cache_dir, verbose), input_spec
+        step,
+        _settings(budget, strategy, time_limit_s, implementations, cost_model, cache_dir, verbose, on_unplanned),
+        input_spec,
     )
 
 
@@ -335,7 +363,9 @@ def strategies() -> tuple[str, ...]:
     return solvers.names()
 
 
-def _settings(budget, strategy, time_limit_s, implementations, cost_model, cache_dir, verbose) -> Settings:
+def _settings(
+    budget, strategy, time_limit_s, implementations, cost_model, cache_dir, verbose, on_unplanned=WARN
+) -> Settings:
     """Checks the options.
 
     Raises:
@@ -349,6 +379,8 @@ def _settings(budget, strategy, time_limit_s, implementations, cost_model, cache
         raise OptionError(f"implementations must be one of {', '.join(RULES)}; got {implementations!r}.")
     if not isinstance(cost_model, str) or cost_model != "profile":
         raise OptionError(f'cost_model must be "profile"; got {cost_model!r}.')
+    if not isinstance(on_unplanned, str) or on_unplanned not in ON_UNPLANNED:
+        raise OptionError(f"on_unplanned must be one of {', '.join(ON_UNPLANNED)}; got {on_unplanned!r}.")
     parse(budget, plain_peak_bytes=1 << 60, device_bytes=1 << 60)  # only to refuse what no budget looks like
     return Settings(
         budget=budget,
@@ -356,6 +388,7 @@ def _settings(budget, strategy, time_limit_s, implementations, cost_model, cache
         time_limit_s=float(min(time_limit_s, 1e9)),
         implementations=implementations,
         cache_dir=_folder(cache_dir),
+        on_unplanned=on_unplanned,
         on_progress=progress(verbose),
     )
 

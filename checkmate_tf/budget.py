@@ -70,9 +70,14 @@ def parse(budget: Budget, *, plain_peak_bytes: Bytes, device_bytes: Bytes) -> in
         if budget <= 0:
             raise BudgetError(f"budget must be positive; got {budget}. Pass {_FORMS}.")
         return int(budget)
-    if isinstance(budget, numbers.Real) and not isinstance(budget, numbers.Rational):
+    if is_fraction(budget):
         return _fraction(float(budget), plain_peak_bytes)
     raise BudgetError(f"budget must be {_FORMS}; got {budget!r} of type {type(budget).__name__}.")
+
+
+def is_fraction(budget: Budget) -> bool:
+    """Whether a budget is meant as a fraction of the unmodified step's peak."""
+    return isinstance(budget, numbers.Real) and not isinstance(budget, numbers.Rational)
 
 
 def _size(text: str) -> int:

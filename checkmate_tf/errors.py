@@ -21,6 +21,21 @@ class ModelError(CheckmateError, ValueError):
     """The model or its input specification is not ready to be planned; the message says what to do."""
 
 
+class StepError(ModelError):
+    """The training step itself fails when it is traced, which `__cause__` says why."""
+
+
+class BatchError(ModelError):
+    """A batch is of a kind that is never planned, whatever the budget."""
+
+
+class PlanningError(CheckmateError, RuntimeError):
+    """Planning, building or first running a step failed, which `__cause__` says why. The model trains as it did before.
+
+    This is a fault of this package or of TensorFlow, never of the user's model.
+    """
+
+
 class InvalidPlan(CheckmateError):
     """A plan failed validation. This is a fault of a solver, never of the user's model."""
 

@@ -56,6 +56,8 @@ class Settings:
     time_limit_s: float = 60.0
     implementations: str = "exact"
     cache_dir: str | None = None
+    on_unplanned: str = "warn"
+    least_budget_bytes: int = 0  # what a larger batch was given, where the budget is a fraction
     on_progress: Callable[[str, float], None] | None = None
 
     def progress(self, phase: str, fraction: float) -> None:
@@ -86,7 +88,7 @@ class ProfiledStep:
             self.traced: TracedStep = self._trace(spec)
             self._extracted = extract(self.traced)
         self.op_graph = op_graph = self._extracted.op_graph
-        if not any(t.startswith("Assign") or t.startswith("ResourceApply") for t in op_graph.types):
+        if not self.traced.updates:
             raise ModelError("the training step updates no variable; there is nothing to plan.")
         self.device = devices.name_of(self.traced.function.variables)
         constants = self.traced.constants_bytes
@@ -253,12 +255,13 @@ class ProfiledStep:
         return _Phase(self.phases_s, name, self.settings)
 
     def budget_bytes(self) -> int:
-        """The budget in bytes; for a fraction, of the predicted peak of the unmodified step."""
-        return budgets.parse(
+        """The budget in bytes; for a fraction, of the predicted peak of the unmodified step, or of a larger one."""
+        budget_bytes = budgets.parse(
             self.settings.budget,
             plain_peak_bytes=self.plain_peak_bytes,
             device_bytes=lambda: devices.limit_bytes(self.device),
         )
+        return max(budget_bytes, self.settings.least_budget_bytes)
 
     def minimum_budget(self) -> Candidate:
         """The plan with the lowest allocator peak that was found."""

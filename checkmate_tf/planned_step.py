@@ -127,9 +127,14 @@ class PlannedStep:
             NoScheduleFound: No plan was found that keeps the budget when it runs. Nothing has changed.
         """
         self._take_turn(batch, can_move)
-        if self._trusted_at == self._turns.moves or self._lasting:
+        if self._trusted_at == self._turns.moves:
             return self._run(batch.pop())
-        return self._tried(batch, can_move=can_move)
+        if not self._lasting:
+            return self._tried(batch, can_move=can_move)
+        with effects.undone_if_it_fails(self._profiled.traced):
+            results = self._run(batch.pop())
+        self._trusted_at = self._turns.moves
+        return results
 
     def try_out(self, data) -> None:
         """Tries the step on a batch, before there is one to train on. Changes nothing.

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable
 
 import tensorflow as tf
 
-from checkmate_tf.errors import CheckmateError, ModelError
+from checkmate_tf.errors import ModelError, StepError
 from checkmate_tf.keras import batch
+from checkmate_tf.keras.unplanned import Guard, Unplanned
 from checkmate_tf.pipeline import ProfiledStep, Settings
 from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.reporting import Report
-
-_log = logging.getLogger(__name__)
 
 
 class PlannedFunction:
@@ -44,39 +42,65 @@ class PlannedFunction:
             )
         self._plain = step if _is_tf_function(step) else _as_tf_function(step)
         self._python = getattr(step, "python_function", step)
-        self._notes: list[str] = []
+        self._unplanned = Unplanned(f"step {_name(self._python)!r}", settings.on_unplanned)
         self._result = None  # what the step returned when it was traced: the structure of its results
         if _is_tf_function(step) and getattr(step, "_jit_compile", None):
-            self._note("jit_compile is not used: XLA's fusions would undo the order of the planned step.")
+            self._unplanned.note("jit_compile is not used: XLA's fusions would undo the order of the planned step.")
         arguments = batch.zeros_of(tuple(input_spec))
         self._signature = batch.signature(arguments)
         self._planned = self._plan(arguments, settings)
+        self._guard = None if self._planned is None else Guard(self._planned)
         functools.update_wrapper(self, self._python)
 
     def __call__(self, *args, **kwargs):
-        """Runs the step; returns what the unmodified step returns."""
+        """Runs the step; returns what the unmodified step returns.
+
+        Raises:
+            ModelError: The arguments are not those of `input_spec`, and the user asked for an error.
+            PlanningError: The plan's first run failed, and the user asked for an error.
+        """
+        if self._planned is None:
+            return self._plain(*args, **kwargs)
         arguments = self._arguments(args, kwargs)
         if arguments is None:
-            self._note("a call runs unplanned: its arguments are not those of input_spec.")
+            self._unplanned.because(
+                "a call has other arguments than input_spec: give each signature a function of its own."
+            )
             return self._plain(*args, **kwargs)
-        return self._pack(self._planned(arguments))
+        try:
+            results = self._guard.run([arguments])
+        except Exception as error:
+            if not self._guard.has_failed(error):
+                raise
+            reason = self._unplanned.reason(error, has_trained=self._guard.has_run)
+        else:
+            self._unplanned.if_expensive(self._planned)
+            return self._pack(results)
+        results = self._plain(*args, **kwargs)  # if this fails as well, nothing is wrong with the plan
+        self._planned = self._guard = None
+        self._unplanned.because(reason)
+        return results
 
     def report(self) -> Report:
         """What was promised and measured."""
-        return self._planned.report().with_notes(self._notes)
+        report = Report() if self._planned is None else self._planned.report()
+        return report.with_notes(self._unplanned.notes)
 
-    def _plan(self, arguments: tuple, settings: Settings) -> PlannedStep:
+    def _plan(self, arguments: tuple, settings: Settings) -> PlannedStep | None:
+        """The planned step, or None where planning has failed and the user did not ask for an error."""
         try:
-            planned = PlannedStep.of(ProfiledStep(self._flat, batch.spec_of(arguments), settings))
-            planned.try_out(arguments)
-            return planned
-        except CheckmateError:
-            raise
-        except (AttributeError, LookupError, TypeError, ValueError, tf.errors.OpError) as error:
+            step = PlannedStep.of(ProfiledStep(self._flat, batch.spec_of(arguments), settings))
+            step.try_out(arguments)
+        except StepError as error:
             raise ModelError(
                 "the step does not run on arguments like input_spec, a tuple with one entry per positional argument. "
-                f"TensorFlow says: {error}"
-            ) from error
+                f"TensorFlow says: {error.__cause__}"
+            ) from error.__cause__
+        except Exception as error:  # noqa: BLE001 - whatever it is, the user is told, or it is raised
+            self._unplanned.because(self._unplanned.reason(error, has_trained=False))
+            return None
+        self._unplanned.if_expensive(step)
+        return step
 
     def _flat(self, arguments: tuple) -> list:
         """The step with a flat list of tensors for its results."""
@@ -101,10 +125,9 @@ class PlannedFunction:
             return None
         return arguments if batch.signature(arguments) == self._signature else None
 
-    def _note(self, text: str) -> None:
-        if text not in self._notes:
-            self._notes.append(text)
-            _log.info("%s", text)
+
+def _name(step: Callable) -> str:
+    return getattr(step, "__name__", type(step).__name__)
 
 
 def _is_tf_function(step) -> bool:

@@ -15,9 +15,10 @@ from checkmate_tf.core.order import permute, ready_order
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.scaling import BatchScaling, one_more_forward_pass
 from checkmate_tf.core.simulate import simulate, working_set_bytes
-from checkmate_tf.errors import ModelError, NoScheduleFound, is_out_of_memory
+from checkmate_tf.errors import ModelError, NoScheduleFound, PlanningError, is_out_of_memory
 from checkmate_tf.keras import batch, fingerprint
 from checkmate_tf.keras.train_step import PlannedTraining, checked_training
+from checkmate_tf.lowering import effects
 from checkmate_tf.pipeline import ProfiledStep, Settings
 from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.planning.candidate import Candidate
@@ -99,7 +100,7 @@ class _Finder:
 
         try:
             return self._training.on_spec(input_spec, profile_and_use)
-        except ModelError as error:
+        except (ModelError, PlanningError) as error:
             if self.kept.trials and is_out_of_memory(error.__cause__):
                 return False
             raise
@@ -237,16 +238,14 @@ class _Finder:
 
     def _measure(self, profiled: ProfiledStep, data) -> None:
         """Runs the planned step, then gives every variable its value back."""
-        variables = list(profiled.traced.function.variables)
-        values = [variable.numpy() for variable in variables]
+        before = effects.Snapshot(profiled.traced)
         form = profiled.form(self._candidate.chosen)
         step = PlannedStep(form, self.budget_bytes, self._candidate, form.build(self._candidate))
         try:
             for _ in range(_MEASURED_STEPS):
                 step(data)
         finally:
-            for variable, value in zip(variables, values, strict=True):
-                variable.assign(value)
+            before.restore()
         report = step.report()
         self.kept.found |= {
             "measured_peak_bytes": report.measured_peak_bytes,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 from collections.abc import Callable, Hashable
 
 import keras
 import tensorflow as tf
 
-from checkmate_tf.errors import CheckmateError, ModelError
+from checkmate_tf.budget import is_fraction
+from checkmate_tf.errors import BatchError, CheckmateError, ModelError, StepError
 from checkmate_tf.keras import batch
+from checkmate_tf.keras.unplanned import Guard, Unplanned, is_refusal, planning_error
 from checkmate_tf.pipeline import ProfiledStep, Settings
 from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.planning.joint import NONE
@@ -19,6 +22,7 @@ from checkmate_tf.reporting import Report
 _log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_checkmate_tf"
+_STAND_INS = {"make_train_function": "_make_train_function", "__reduce_ex__": "_reduce_ex"}  # of the model: ours
 
 
 def attach(model: keras.Model, settings: Settings, input_spec=None) -> None:
@@ -32,9 +36,10 @@ def attach(model: keras.Model, settings: Settings, input_spec=None) -> None:
     Raises:
         ModelError: The model cannot be planned; the message says what to do.
         InfeasibleBudget, NoScheduleFound: For `input_spec`. The model is left as it was.
+        PlanningError: Planning for `input_spec` failed, and the user asked for an error. The model is left as it was.
     """
     training = checked_training(model, settings)
-    if input_spec is not None:
+    if training.is_planned() and input_spec is not None:
         training.plan_spec(input_spec)
     detach(model)
     # Past keras.Model.__setattr__, which would track what is neither a weight nor a layer.
@@ -53,8 +58,12 @@ def on_profiled(model: keras.Model, settings: Settings, input_spec, use: Callabl
 
     Raises:
         ModelError: The model cannot be planned; the message says what to do.
+        PlanningError: Tracing or profiling failed.
     """
     training = checked_training(model, settings)
+    reason = _why_unplanned(model)
+    if reason is not None:
+        raise ModelError(reason)
     return training.on_spec(input_spec, lambda data: use(training.profiled(data)))
 
 
@@ -94,67 +103,97 @@ class PlannedTraining:
         self._settings = settings
         self._steps: dict[Hashable, PlannedStep | None] = {}  # None: runs unmodified
         self._specs: dict[Hashable, object] = {}
-        self._notes: list[str] = []
+        self._guards: dict[Hashable, Guard] = {}  # of the planned steps that were run
+        self._has_trained = False
+        self._unplanned = Unplanned(f"model {model.name!r}", settings.on_unplanned)
         self._plain = None
         self._compiled = _compilation(model)
 
     def install(self) -> None:
         """Puts a training function in place that plans on first sight of a batch signature."""
-        object.__setattr__(self._model, "make_train_function", self._make_train_function)
+        for name, own in _STAND_INS.items():
+            object.__setattr__(self._model, name, getattr(self, own))
         self._model.train_function = None
 
     def remove(self) -> None:
         """Undoes `install`."""
-        if "make_train_function" in self._model.__dict__:
-            object.__delattr__(self._model, "make_train_function")
+        for name in _STAND_INS.keys() & self._model.__dict__.keys():
+            object.__delattr__(self._model, name)
         self._model.train_function = None
 
     def report(self) -> Report:
         """On the planned step that needs most memory, or on why there is none."""
         planned = [step for step in self._steps.values() if step is not None]
         if not planned:
-            return Report(notes=(*self._notes, "no batch was planned yet."))
+            return Report(notes=(*self._unplanned.notes, "no batch is planned."))
         largest = max(planned, key=lambda step: step.candidate.peak_bytes)
-        return largest.report().with_notes(self._notes)
+        return largest.report().with_notes(self._unplanned.notes)
+
+    def is_planned(self) -> bool:
+        """Whether the model can be planned as it is compiled now; says why not.
+
+        Raises:
+            ModelError: It cannot, and the user asked for an error.
+        """
+        reason = _why_unplanned(self._model)
+        if reason is not None:
+            self._unplanned.because(reason)
+        return reason is None
 
     def plan_spec(self, input_spec) -> None:
         """Plans for a batch that is only described.
 
         Raises:
             ModelError: The training step does not take such a batch.
+            InfeasibleBudget, NoScheduleFound: As the planner says.
+            PlanningError: Planning failed, and the user asked for an error.
         """
+        try:
+            self.on_spec(input_spec, self._plan_and_try)
+        except CheckmateError as error:
+            if is_refusal(error):
+                raise
+            self._unplanned.because(str(error), error)
+        for step in self._steps.values():
+            self._unplanned.if_expensive(step)
 
-        def plan(data) -> None:
-            self.plan(data)
-            planned = self._steps[batch.signature(data)]
-            if planned is not None:
-                planned.try_out(data)
-
-        self.on_spec(input_spec, plan)
+    def _plan_and_try(self, data) -> None:
+        self.plan(data)
+        self._steps[batch.signature(data)].try_out(data)
 
     def on_spec(self, input_spec, use: Callable):
         """Calls `use` with a batch of zeros.
 
         Raises:
             ModelError: The training step does not take such a batch.
+            PlanningError: What is done with it failed.
         """
-        data = batch.zeros_of(input_spec)
         try:
-            return use(self._without_absent(data))
-        except CheckmateError:
-            raise
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, tf.errors.OpError) as error:
+            return use(self._without_absent(batch.zeros_of(input_spec)))
+        except StepError as error:
             raise ModelError(
                 "the training step does not run on a batch like input_spec, which must have the structure, shapes and "
-                f"dtypes of the batches that fit sees: (x, y) or (x, y, sample_weight). Keras says: {error}"
-            ) from error
+                f"dtypes of the batches that fit sees: (x, y) or (x, y, sample_weight). Keras says: {error.__cause__}"
+            ) from error.__cause__
+        except CheckmateError:
+            raise
+        except Exception as error:
+            raise planning_error(error) from error
 
     def plan(self, data) -> None:
         """Plans for the signature of one batch, unless that was done before."""
         key = batch.signature(data)
         if key not in self._steps:
             self._steps[key] = self._planned(data)
-            self._specs[key] = batch.spec_of(data) if self._steps[key] is not None else None
+            self._specs[key] = batch.spec_of(data)
+
+    def _reduce_ex(self, protocol):
+        """Stands in for the model's own, by which it is copied and pickled."""
+        self._unplanned.warn(
+            "copy",
+            "a copy of a planned model trains unplanned, without its budget. Call checkmate_tf.compile on the copy.",
+        )
+        return type(self._model).__reduce_ex__(self._model, protocol)
 
     def _make_train_function(self, force: bool = False):
         """Stands in for keras.Model.make_train_function."""
@@ -163,15 +202,19 @@ class PlannedTraining:
             return model.train_function
         if force or self._compiled is not _compilation(model):  # another optimizer, other losses
             self._steps.clear()
-            self._notes.clear()
+            self._guards.clear()
+            self._has_trained = False
+            self._unplanned = Unplanned(f"model {model.name!r}", self._settings.on_unplanned)
             self._compiled = _compilation(model)
-        reason = _why_unplanned(model)
-        self._plain = self._plain_function(with_xla=reason is not None)
-        if reason is not None:
-            self._note(f"training runs unplanned: {reason}")
-        elif model.jit_compile:
-            self._note("jit_compile is not used: XLA's fusions would undo the order of the planned step.")
-        model.train_function = self._train if reason is None else self._plain
+        try:
+            is_planned = self.is_planned()
+        except ModelError:
+            detach(model)
+            raise
+        self._plain = self._plain_function(with_xla=not is_planned)
+        if is_planned and model.jit_compile:
+            self._unplanned.note("jit_compile is not used: XLA's fusions would undo the order of the planned step.")
+        model.train_function = self._train if is_planned else self._plain
         return model.train_function
 
     def _plain_function(self, with_xla: bool):
@@ -203,19 +246,56 @@ class PlannedTraining:
         return logs
 
     def _run(self, data):
-        is_ours = not any(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(data))
-        data = self._without_absent(batch.as_tensors(data))
+        """One step, planned if that can be.
+
+        Raises:
+            CheckmateError: There is no plan for the first batch, or for a later one and the user asked for an error.
+                The model has its own step again.
+        """
+        given, key = data, None
         try:
+            can_move = not any(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(data))
+            data = self._without_absent(batch.as_tensors(data))
+            key = batch.signature(data)
             self.plan(data)
-            planned = self._steps[batch.signature(data)]
-            if planned is not None:
-                held = [data]
-                del data  # so that nothing refers to arrays of ours but the step
-                return planned.run(held, can_move=is_ours)
+            if self._steps[key] is None:
+                return self._plain(iter([data]))
+            held = [data]
+            del data  # so that arrays of ours lie in memory that nothing else refers to
+            logs = self._guards.setdefault(key, Guard(self._steps[key])).run(held, can_move=can_move)
+        except Exception as error:
+            if not self._is_failure(key, error):
+                raise
+            reason = self._why_failed(error)
+        else:
+            self._has_trained = True
+            self._unplanned.if_expensive(self._steps[key])
+            return logs
+        return self._run_unplanned(key, given, reason)
+
+    def _is_failure(self, key: Hashable | None, error: Exception) -> bool:
+        """Whether an error is of planning or of a plan, and not of the model's own step."""
+        if key in self._guards:
+            return self._guards[key].has_failed(error)
+        return key not in self._steps
+
+    def _why_failed(self, error: Exception) -> str:
+        try:
+            return self._unplanned.reason(error, has_trained=self._has_trained)
         except CheckmateError:
             detach(self._model)
             raise
-        return self._plain(iter([data]))
+
+    def _run_unplanned(self, key: Hashable | None, data, reason: str):
+        """Runs the model's own step; if that does not fail, it stands in for a plan from now on."""
+        self._steps.pop(key, None)
+        self._guards.pop(key, None)
+        gc.collect()  # what was made for a plan holds memory
+        logs = self._plain(iter([data]))
+        if key is not None:
+            self._steps[key] = self._specs[key] = None
+        self._unplanned.because(reason)
+        return logs
 
     def _without_absent(self, data):
         """Drops absent weights from the end of (x, y, None), so that `train_on_batch` runs the step of `fit`.
@@ -227,11 +307,17 @@ class PlannedTraining:
                 data = data[:-1]
         return data
 
-    def _planned(self, data) -> PlannedStep | None:
-        """A planned step for the signature of `data`, or None where the step runs unmodified."""
+    def _planned(self, data) -> PlannedStep:
+        """A planned step for the signature of `data`.
+
+        Raises:
+            BatchError: Such batches are not planned.
+        """
         if not batch.is_dense(data):
-            self._note("a step runs unplanned: ragged and sparse batches are not planned.")
-            return None
+            raise BatchError(
+                "ragged and sparse batches are not planned: make them dense, padded to a fixed shape "
+                "(to_tensor(shape=...), tf.sparse.to_dense)."
+            )
         return self._part_of_planned(data) or PlannedStep.of(self.profiled(data))
 
     def _part_of_planned(self, data) -> PlannedStep | None:
@@ -268,18 +354,18 @@ class PlannedTraining:
         return self._model.distribute_strategy.run(self._model.train_step, args=(data,))
 
     def _settings_for(self, data) -> Settings:
-        """A part of a batch that is planned already gets what the whole one has."""
-        budgets = [
-            step.budget_bytes
-            for key, step in self._steps.items()
-            if step is not None and batch.is_part_of(data, self._specs[key])
-        ]
-        return dataclasses.replace(self._settings, budget=max(budgets)) if budgets else self._settings
+        """A part of a batch that is planned already gets what the whole one has; with a fraction, every other as well.
 
-    def _note(self, text: str) -> None:
-        if text not in self._notes:
-            self._notes.append(text)
-            _log.info("%s", text)
+        A fraction is that of the largest plain peak of all batches so far: a batch with a larger one gets more, which
+        those that come after it have, too.
+        """
+        planned = {key: step.budget_bytes for key, step in self._steps.items() if step is not None}
+        of_wholes = [nbytes for key, nbytes in planned.items() if batch.is_part_of(data, self._specs[key])]
+        if of_wholes:
+            return dataclasses.replace(self._settings, budget=max(of_wholes))
+        if planned and is_fraction(self._settings.budget):
+            return dataclasses.replace(self._settings, least_budget_bytes=max(planned.values()))
+        return self._settings
 
 
 def _compilation(model: keras.Model):
@@ -292,11 +378,11 @@ def _is_overridden(model: keras.Model, method: str) -> bool:
 
 
 def _why_unplanned(model: keras.Model) -> str | None:
-    """Why a model that was planned can no longer be, or None."""
+    """Why a model cannot be planned as it is compiled now, and what to do; or None."""
     if model.run_eagerly:
-        return "the model was compiled anew with run_eagerly=True."
+        return "run_eagerly=True leaves nothing to plan: compile the model with run_eagerly=False."
     if model.distribute_strategy.num_replicas_in_sync > 1:
-        return "more than one replica (tf.distribute) is not planned yet."
+        return "several replicas (tf.distribute) are not planned: build and train the model on one device."
     return None
 
 

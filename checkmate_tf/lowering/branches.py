@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableSequence, Sequence
 
 import networkx as nx
 from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2, node_def_pb2
@@ -17,6 +17,7 @@ from tensorflow.python.eager import context
 
 from checkmate_tf.lowering.creation import op_of
 from checkmate_tf.lowering.in_place import in_place, one_row
+from checkmate_tf.lowering.onednn import merged_inputs
 
 _ASSIGN, _READ = "AssignVariableOp", "ReadVariableOp"
 _UPDATES = ("Assign", "ResourceApply", "ResourceScatter", "_ParallelConcatUpdate")
@@ -116,11 +117,12 @@ def is_ordered(body: function_pb2.FunctionDef) -> bool:
     return _MADE.search(body.signature.name) is not None and not any(node.op in _EXPANDED for node in body.node_def)
 
 
-def _order_updates(nodes: Sequence[node_def_pb2.NodeDef]) -> None:
+def _order_updates(nodes: MutableSequence[node_def_pb2.NodeDef]) -> None:
     """Adds control edges that leave one order: depth first, from one update to the next."""
     updates = [node.name for node in nodes if _is_update(node)]
     if not updates or any(node.op in _EXPANDED for node in nodes):
         return
+    _keep_apart(nodes)
     by_name = {node.name: node for node in nodes}
     waits = nx.DiGraph()  # from each op to what it waits for
     for node in nodes:
@@ -131,6 +133,17 @@ def _order_updates(nodes: Sequence[node_def_pb2.NodeDef]) -> None:
     for before, name in itertools.pairwise(order):
         if before not in map(op_of, by_name[name].input):
             by_name[name].input.append(f"^{before}")
+
+
+def _keep_apart(nodes: MutableSequence[node_def_pb2.NodeDef]) -> None:
+    """Puts an Identity between ops that oneDNN would merge across those that come to run between them."""
+    by_name = {node.name: node for node in nodes}
+    for name, k in list(merged_inputs(nodes, {node.name: node.op for node in nodes})):
+        node = by_name[name]
+        apart = node_def_pb2.NodeDef(name=f"{name}/apart_{k}", op="Identity", device=node.device, input=[node.input[k]])
+        apart.attr["T"].CopyFrom(node.attr["T"])
+        node.input[k] = f"{apart.name}:output:0"
+        nodes.append(apart)
 
 
 def _let_readers_go_first(

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
-from tensorflow.python.framework import op_def_registry
 from tensorflow.python.ops import handle_data_util
+
+from checkmate_tf.lowering.definitions import called, is_stateful
 
 _CALL, _PURE_CALL = "StatefulPartitionedCall", "PartitionedCall"
 _READ = "ReadVariableOp"
@@ -68,12 +69,9 @@ def _only_reads(body: function_pb2.FunctionDef, bodies: Mapping[str, function_pb
 
 def _has_state(node: node_def_pb2.NodeDef, bodies: Mapping[str, function_pb2.FunctionDef]) -> bool:
     """Whether an op has state, or calls what may have."""
-    definition = op_def_registry.get(node.op)
-    if definition is None or definition.is_stateful:
-        return True
-    called = [attr.func.name for attr in node.attr.values() if attr.WhichOneof("value") == "func"]
-    return any(
-        name not in bodies or any(_has_state(inner, bodies) for inner in bodies[name].node_def) for name in called
+    return is_stateful(node, bodies) or any(
+        name not in bodies or any(_has_state(inner, bodies) for inner in bodies[name].node_def)
+        for name in called(node, bodies)
     )
 
 

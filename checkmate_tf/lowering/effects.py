@@ -7,6 +7,7 @@ has measured.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -106,6 +107,17 @@ class Snapshot:
                     _write_into(variable, value)
                 else:
                     variable.assign(value)
+
+
+@contextlib.contextmanager
+def undone_if_it_fails(traced: TracedStep) -> Iterator[None]:
+    """Gives the variables that a step writes their values back if what runs inside fails or is interrupted."""
+    before = Snapshot(traced)
+    try:
+        yield
+    except BaseException:
+        before.restore()
+        raise
 
 
 def _write_into(variable: tf.Variable, value: np.ndarray) -> None:

@@ -16,6 +16,7 @@ from tensorflow.python.eager import wrap_function
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.lowering import device
 from checkmate_tf.lowering.creation import created, places
+from checkmate_tf.lowering.onednn import BIAS_GRADIENT, FILTER_GRADIENT
 from checkmate_tf.lowering.trace import TracedStep
 
 # Ops whose outputs are their inputs' storage under another name.
@@ -205,10 +206,10 @@ def _controls(ops, number, inputs, storage, outputs) -> tuple[tuple[int, ...], .
 def _fused_pairs(ops, number) -> dict[int, int]:
     """BiasAddGrad -> Conv2DBackpropFilter on the same gradient: oneDNN runs the two as one op."""
     filters = {
-        op.inputs[2].name: op for op in ops if op.type == "Conv2DBackpropFilter" and op.inputs[2].dtype in _ONEDNN_TYPES
+        op.inputs[2].name: op for op in ops if op.type == FILTER_GRADIENT and op.inputs[2].dtype in _ONEDNN_TYPES
     }
     return {
         number[op.name]: number[filters[op.inputs[0].name].name]
         for op in ops
-        if op.type == "BiasAddGrad" and op.inputs[0].name in filters
+        if op.type == BIAS_GRADIENT and op.inputs[0].name in filters
     }

@@ -13,15 +13,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, node_def_pb2
-from tensorflow.python.framework import op_def_registry
 
 from checkmate_tf.core.opgraph import CONTROL_FLOW, OpGraph
 from checkmate_tf.lowering import device as devices
+from checkmate_tf.lowering.definitions import called, is_stateful
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.rebuild import call_unoptimized
 from checkmate_tf.lowering.scratch import asked_by, without_outputs
@@ -197,14 +197,7 @@ def _is_counting(condition: function_pb2.FunctionDef) -> bool:
 def _reads_only(nodes, bodies: Mapping[str, function_pb2.FunctionDef]) -> bool:
     """Whether ops, with all functions that they call, have no state but variables that they read."""
     return all(
-        (node.op in _CALLS or node.op in _ONLY_READ or not op_def_registry.get(node.op).is_stateful)
-        and all(name in bodies and _reads_only(bodies[name].node_def, bodies) for name in _called(node))
+        (node.op in _CALLS or node.op in bodies or node.op in _ONLY_READ or not is_stateful(node, bodies))
+        and all(name in bodies and _reads_only(bodies[name].node_def, bodies) for name in called(node, bodies))
         for node in nodes
     )
-
-
-def _called(node: node_def_pb2.NodeDef) -> Iterator[str]:
-    for value in node.attr.values():
-        if value.HasField("func"):
-            yield value.func.name
-        yield from (function.name for function in value.list.func)

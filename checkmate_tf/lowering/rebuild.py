@@ -8,28 +8,15 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context, execute, wrap_function
-from tensorflow.python.framework import op_def_registry
 
 from checkmate_tf.core.forks import Fork, is_ordered, lane_of_steps, to_hold
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.plan import Plan
 from checkmate_tf.lowering.creation import op_of
+from checkmate_tf.lowering.definitions import input_dtype
 from checkmate_tf.lowering.in_place import NOT_FOLDED, in_place, one_row, writable
+from checkmate_tf.lowering.onednn import MERGEABLE
 from checkmate_tf.lowering.trace import TracedStep
-
-# (producer, consumer) types that oneDNN's layout pass merges into one op. Such a pair stays
-# mergeable only where the two run back to back; elsewhere an Identity keeps them apart, since a
-# merged op would close a cycle through whatever runs between them.
-_MERGEABLE = frozenset(
-    {
-        ("Conv2D", "BiasAdd"),
-        ("Conv3D", "BiasAdd"),
-        ("DepthwiseConv2dNative", "BiasAdd"),
-        ("MatMul", "BiasAdd"),
-        ("Pad", "Conv2D"),
-        ("Pad", "_FusedConv2D"),
-    }
-)
 
 _config = config_pb2.ConfigProto(allow_soft_placement=True)  # ops that have no kernel for a GPU run on the CPU
 _config.graph_options.rewrite_options.disable_meta_optimizer = True
@@ -106,6 +93,7 @@ def planned_graph_def(
 ) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
     """The plan as a GraphDef, and for each op the name of its last run."""
     nodes = {node.name: node for node in traced.graph_def.node}
+    bodies = {body.signature.name: body for body in traced.graph_def.library.function}
     built = graph_pb2.GraphDef()
     built.versions.CopyFrom(traced.graph_def.versions)
     built.library.CopyFrom(traced.graph_def.library)
@@ -138,7 +126,7 @@ def planned_graph_def(
                 data[k] = (_identity(built, node, k, data[k]), "")
             controls |= chain.append(op, node.name, lane)
             for k in held.get(step, ()):
-                chain.add(_hold(built, node, k, data[k]))
+                chain.add(_hold(built, node, k, data[k], input_dtype(node, k, bodies)))
         controls -= {source for source, _ in data}
         del node.input[:]
         node.input.extend(f"{source}:{output}" if output else source for source, output in data)
@@ -169,7 +157,7 @@ class _Chain:
         if op in self._graph.pairs and self._graph.pairs[op] != self._last_op:
             return [0]
         kind, nearest = self._graph.types[op], self._nearest(lane)
-        mergeable = [k for k, (source_kind, _) in enumerate(sources) if (source_kind, kind) in _MERGEABLE]
+        mergeable = [k for k, (source_kind, _) in enumerate(sources) if (source_kind, kind) in MERGEABLE]
         return [k for k in mergeable if nearest != {sources[k][1]}]
 
     def append(self, op: int, name: str, lane: int) -> set[str]:
@@ -215,12 +203,10 @@ def _identity(built: graph_pb2.GraphDef, node: graph_pb2.NodeDef, k: int, source
     return identity.name
 
 
-def _hold(built: graph_pb2.GraphDef, node: node_def_pb2.NodeDef, k: int, source: tuple[str, str]) -> str:
+def _hold(built: graph_pb2.GraphDef, node: node_def_pb2.NodeDef, k: int, source: tuple[str, str], dtype: int) -> str:
     """Adds an Identity that needs input `k` of a node until it has run, and returns its name."""
     name, output = source
-    arguments = op_def_registry.get(node.op).input_arg
-    argument = arguments[min(k, len(arguments) - 1)]
     held = built.node.add(name=f"{node.name}/held_{k}", op="Identity", device=node.device)
     held.input.extend([f"{name}:{output}" if output else name, f"^{node.name}"])
-    held.attr["T"].type = node.attr[argument.type_attr].type if argument.type_attr else argument.type
+    held.attr["T"].type = dtype
     return held.name

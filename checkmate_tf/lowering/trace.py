@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 
@@ -14,11 +15,13 @@ from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.training import saver
 
 from checkmate_tf.core.opgraph import CONTROL_FLOW
+from checkmate_tf.errors import StepError
 from checkmate_tf.lowering import device
 from checkmate_tf.lowering.again import leaner_reruns
 from checkmate_tf.lowering.branches import assign_in_place
 from checkmate_tf.lowering.calls import read_before_calls
-from checkmate_tf.lowering.creation import created
+from checkmate_tf.lowering.creation import created, op_of
+from checkmate_tf.lowering.definitions import is_importable
 from checkmate_tf.lowering.implementations.pooling import poolings_by_places
 from checkmate_tf.lowering.implementations.rewrite import Fired, rewrite
 from checkmate_tf.lowering.implementations.rule import Rule
@@ -26,7 +29,10 @@ from checkmate_tf.lowering.in_place import writable
 from checkmate_tf.lowering.sums import sum_in_pairs
 from checkmate_tf.lowering.variables import variables_by_input
 
+_log = logging.getLogger(__name__)
+
 _NOT_INFERRED = frozenset({"PartitionedCall", "Placeholder", "ReadVariableOp", "StatefulPartitionedCall"})
+_UPDATES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
 _LOWER = "_lower_using_switch_merge"  # the runtime expands this loop or branch in the caller's graph
 
 
@@ -67,6 +73,12 @@ class TracedStep:
         return [op.name for op in self.function.graph.control_outputs]
 
     @property
+    def updates(self) -> bool:
+        """Whether the step, or a function that it may call, changes a variable."""
+        bodies = (body.node_def for body in self.graph_def.library.function)
+        return any(node.op.startswith(_UPDATES) for nodes in (self.graph_def.node, *bodies) for node in nodes)
+
+    @property
     def constants_bytes(self) -> list[int]:
         """Size of each constant, which a function that has run holds."""
         return [_nbytes(node.attr["value"].tensor) for node in self.graph_def.node if node.op == "Const"]
@@ -93,8 +105,11 @@ def trace(
 
     Returns:
         The step, with every shape known that TensorFlow can infer.
+
+    Raises:
+        StepError: The step itself fails.
     """
-    function = tf.function(step, jit_compile=False).get_concrete_function(*args_spec)
+    function = _traced(step, *args_spec)
     graph = function.graph
     graph_def = graph.as_graph_def()
     reads = read_before_calls(graph_def, graph)
@@ -115,6 +130,13 @@ def trace(
     poolings_by_places(simplified.node)
     again = leaner_reruns(simplified.node, on_cpu=on_cpu)
     return TracedStep(function, simplified, rewritten.stands_in, rewritten.fired, rewritten.offered, again)
+
+
+def _traced(step: Callable, *args_spec) -> tf.types.experimental.ConcreteFunction:
+    try:
+        return tf.function(step, jit_compile=False).get_concrete_function(*args_spec)
+    except Exception as error:
+        raise StepError(f"the training step cannot be traced: {error}") from error
 
 
 def _simplify(
@@ -148,17 +170,14 @@ def _simplify(
         node.device = node.device or placed
     handles = _take_handles(graph_def, function)
     meta_graph = saver.export_meta_graph(graph_def=graph_def, graph=graph)
-    keep = meta_graph_pb2.CollectionDef()
-    keep.node_list.value.extend(t.name for t in [*graph.inputs, *graph.outputs])
-    keep.node_list.value.extend([*(op.name for op in graph.control_outputs), *left_alone])
-    meta_graph.collection_def["train_op"].CopyFrom(keep)
-    config = config_pb2.ConfigProto()
-    rewrites = config.graph_options.rewrite_options
-    rewrites.min_graph_nodes = -1
-    rewrites.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
-    if not fold:
-        rewrites.constant_folding = rewriter_config_pb2.RewriterConfig.OFF
-    simplified = tf_optimizer.OptimizeGraph(config, meta_graph)
+    kept = [t.name for t in [*graph.inputs, *graph.outputs]]
+    kept += [*(op.name for op in graph.control_outputs), *left_alone]
+    simplified = _optimized(meta_graph, kept, fold=fold)
+    refused = _not_importable(simplified)
+    if refused:
+        simplified = _optimized(meta_graph, [*kept, *_merged_into(refused, graph_def, simplified)], fold=fold)
+    if _not_importable(simplified):
+        simplified = _optimized(meta_graph, kept, fold=fold, merge=False)
     for node in simplified.node:
         if node.name in handles:
             node.CopyFrom(handles[node.name])
@@ -176,6 +195,55 @@ def _simplify(
     shapes = _shapes_not_inferred(graph) | {name: [spec.shape.as_proto()] for name, spec in reads.items()}
     _keep_shapes(simplified, shapes)
     return simplified
+
+
+def _optimized(
+    meta_graph: meta_graph_pb2.MetaGraphDef, kept: Sequence[str], *, fold: bool, merge: bool = True
+) -> graph_pb2.GraphDef:
+    """One run of Grappler, or the graph as it is where that fails.
+
+    Args:
+        meta_graph: The graph.
+        kept: Names of the tensors and ops that it leaves alone.
+        fold: Whether it folds constants.
+        merge: Whether it merges ops.
+    """
+    collection = meta_graph_pb2.CollectionDef()
+    collection.node_list.value.extend(kept)
+    meta_graph.collection_def["train_op"].CopyFrom(collection)
+    config = config_pb2.ConfigProto()
+    rewrites = config.graph_options.rewrite_options
+    rewrites.min_graph_nodes = -1
+    rewrites.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
+    if not fold:
+        rewrites.constant_folding = rewriter_config_pb2.RewriterConfig.OFF
+    if not merge:
+        rewrites.remapping = rewriter_config_pb2.RewriterConfig.OFF
+    try:
+        return tf_optimizer.OptimizeGraph(config, meta_graph)
+    except (ValueError, tf.errors.OpError) as error:  # it may leave any graph as it is
+        _log.warning("Grappler does not simplify the step: %s", error)
+        return meta_graph.graph_def
+
+
+def _not_importable(graph_def: graph_pb2.GraphDef) -> list[str]:
+    """Names of the ops that Grappler made for kernels with data types that the op's definition leaves out.
+
+    Such is a convolution with its bias in bfloat16 on a CPU with oneDNN.
+    """
+    return [node.name for node in graph_def.node if not is_importable(node)]
+
+
+def _merged_into(names: Sequence[str], before: graph_pb2.GraphDef, after: graph_pb2.GraphDef) -> set[str]:
+    """Names of the ops before a rewrite that became a part of these ones: those in front of them that are gone."""
+    left = {node.name for node in after.node}
+    inputs = {node.name: [op_of(name) for name in node.input] for node in before.node}
+    todo, gone = list(names), set()
+    while todo:
+        new = {name for name in inputs.get(todo.pop(), ()) if name not in left} - gone
+        gone |= new
+        todo += new
+    return gone
 
 
 def _make_steady(graph_def: graph_pb2.GraphDef, function, stands_in: Mapping[str, str]) -> None:

@@ -147,14 +147,6 @@ def test_jit_compile_is_noted(options):
     assert any("jit_compile is not used" in note for note in checkmate_tf.report(model).notes)
 
 
-def test_compiled_anew_to_run_eagerly_is_noted(options):
-    model = small()
-    checkmate_tf.compile(model, "1GiB", **options)
-    model.compile("sgd", crossentropy(), run_eagerly=True)
-    assert_trains_as_before(model, small())
-    assert any("run_eagerly" in note for note in checkmate_tf.report(model).notes)
-
-
 @pytest.mark.parametrize(
     ("spec", "says"),
     [

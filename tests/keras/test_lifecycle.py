@@ -15,7 +15,11 @@ import checkmate_tf
 from checkmate_tf.keras.train_step import planned_training
 
 # Keras reads variables through numpy.array(variable, copy=...), which TensorFlow does not know yet.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
+# That a copy is plain is said each time; test_unplanned.py looks at that.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation"),
+    pytest.mark.filterwarnings("ignore:.*a copy of a planned model"),
+]
 
 SPEC = (tf.TensorSpec((BATCH, SIZE, SIZE, 3), tf.float64), tf.TensorSpec((BATCH,), tf.int64))
 

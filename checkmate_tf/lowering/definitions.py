@@ -1,0 +1,60 @@
+"""What TensorFlow knows of an op by its type. A function may be called by an op whose type is the function's name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from tensorflow.core.framework import attr_value_pb2, function_pb2, node_def_pb2
+from tensorflow.python.framework import op_def_registry
+
+Bodies = Mapping[str, function_pb2.FunctionDef]
+"""The functions of a graph, by name."""
+
+
+def is_stateful(node: node_def_pb2.NodeDef, bodies: Bodies) -> bool:
+    """Whether an op has state by its definition. One that is not known may have some."""
+    if node.op in bodies:
+        return bodies[node.op].signature.is_stateful
+    definition = op_def_registry.get(node.op)
+    return definition is None or definition.is_stateful
+
+
+def called(node: node_def_pb2.NodeDef, bodies: Bodies) -> Iterator[str]:
+    """Names of the functions that an op calls, by its type or by its attributes."""
+    if node.op in bodies:
+        yield node.op
+    for value in node.attr.values():
+        if value.HasField("func"):
+            yield value.func.name
+        yield from (function.name for function in value.list.func)
+
+
+def input_dtype(node: node_def_pb2.NodeDef, position: int, bodies: Bodies) -> int:
+    """Data type, as TensorFlow's enum, of an input of an op."""
+    signature = bodies[node.op].signature if node.op in bodies else op_def_registry.get(node.op)
+    dtypes: list[int] = []
+    for argument in signature.input_arg:
+        if argument.type_list_attr:
+            dtypes += node.attr[argument.type_list_attr].list.type
+        else:
+            dtype = node.attr[argument.type_attr].type if argument.type_attr else argument.type
+            dtypes += [dtype] * (node.attr[argument.number_attr].i if argument.number_attr else 1)
+    return dtypes[position]
+
+
+def is_importable(node: node_def_pb2.NodeDef) -> bool:
+    """Whether an op's attributes have values that its definition allows: a graph with others cannot be imported."""
+    definition = op_def_registry.get(node.op)
+    if definition is None:
+        return True
+    return all(
+        _is_among(node.attr[attribute.name], attribute.allowed_values.list)
+        for attribute in definition.attr
+        if attribute.HasField("allowed_values") and attribute.name in node.attr
+    )
+
+
+def _is_among(value: attr_value_pb2.AttrValue, allowed: attr_value_pb2.AttrValue.ListValue) -> bool:
+    types = [value.type] if value.HasField("type") else value.list.type
+    texts = [value.s] if value.HasField("s") else value.list.s
+    return set(types) <= set(allowed.type) and set(texts) <= set(allowed.s)
