@@ -105,7 +105,7 @@ class PlannedStep:
         candidate = follow(whole.candidate, step.op_graph)
         if candidate is None:
             return None
-        part = cls(step, whole.budget_bytes, candidate, step.build(candidate))
+        part = cls(step, step.budget_bytes(), candidate, step.build(candidate))
         part._whole = whole
         return part
 
