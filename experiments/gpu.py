@@ -269,7 +269,7 @@ class Runner:
                 limit_mib = -(-int((1 + WALL_MARGIN * job.is_wall) * allowed) // _MIB)
                 common["limit_bytes"] = limit_mib * _MIB
         spec = {"run": job.run, "options": options, "limit_mib": limit_mib, "devices": job.devices}
-        spec |= {"lock": str(self._scratch / "lock"), "small": self._args.small}
+        spec |= {"lock": str(self._scratch / self._lock(job)), "small": self._args.small}
         name = "-".join(job.key).replace(" ", "_").replace(",", "")
         files = {kind: self._scratch / f"{name}.{kind}" for kind in ("json", "txt")}
         files["json"].unlink(missing_ok=True)
@@ -283,6 +283,11 @@ class Runner:
         if not job.spreads:
             os.sched_setaffinity(process.pid, self._cores[slot])
         self._running[slot] = _Running(job, process, time.monotonic(), common, files)
+
+    @staticmethod
+    def _lock(job: Job) -> str:
+        """Which file it locks: nobody waits for plain steps at a wall, which run out of memory for 10 s."""
+        return "lock-at-the-wall" if job.is_wall and job.run == "plain" else "lock"
 
     def _collect(self) -> None:
         for slot, running in list(self._running.items()):
@@ -320,7 +325,18 @@ class _Running:
 
 def told(row: dict) -> str:
     """A row in one line."""
-    left_out = {*KEY, "error", "device", "notes", "peaks_bytes", "phases_s", "rules", "info", "nodes_of_devices"}
+    left_out = {
+        *KEY,
+        "error",
+        "why",
+        "device",
+        "notes",
+        "peaks_bytes",
+        "losses",
+        "phases_s",
+        "rules",
+        "nodes_of_devices",
+    }
     shown = []
     for name, value in row.items():
         if name not in left_out and value is not None:
@@ -328,6 +344,8 @@ def told(row: dict) -> str:
                 shown.append(f"{name.removesuffix('_bytes')} {value / _MIB:.0f} MiB")
             else:
                 shown.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    if "why" in row:
+        shown.append(row["why"][:_TOLD])
     error = f"ERROR ...{row['error'][-_TOLD:]} " if "error" in row else ""
     return f"{' / '.join(row[name] for name in KEY)}: {error}{', '.join(shown)}"
 
@@ -344,7 +362,8 @@ def beside(rows: Sequence[dict]) -> list[str]:
         parts += ["within budget" if row["within_budget"] else "OVER BUDGET"]
         for way in ("auto", "off"):
             if "step_s" in (base := plain.get((row["case"], way), {})):
-                parts.append(f"time / {way} {row['step_s'] / base['step_s']:.3f}")
+                ratios = [row[name] / base[name] for name in ("step_s", "step_in_a_row_s")]
+                parts.append("time / {} {:.3f}, in a row {:.3f}".format(way, *ratios))
         lines.append(f"{' / '.join(row[name] for name in KEY)}: {', '.join(parts)}")
     return lines
 

@@ -115,16 +115,16 @@ def reset_peak(name: str | None = None) -> None:
     tf.config.experimental.reset_memory_stats(name or device())
 
 
-def steps(function: Callable, batch, count: int) -> tuple[list[float], list[int]]:
-    """Seconds and peak of each of some training steps, each waited for."""
-    seconds, peaks = [], []
+def steps(function: Callable, batch, count: int) -> tuple[list[float], list[int], list[float]]:
+    """Seconds, peak and loss of each of some training steps, each waited for."""
+    seconds, peaks, losses = [], [], []
     for _ in range(count):
         reset_peak()
         start = time.perf_counter()
-        float(function(iter([batch]))["loss"])
+        losses.append(float(function(iter([batch]))["loss"]))
         seconds.append(time.perf_counter() - start)
         peaks.append(peak_bytes())
-    return seconds, peaks
+    return seconds, peaks, losses
 
 
 def training(function: Callable, batch) -> dict:
@@ -136,14 +136,14 @@ def training(function: Callable, batch) -> dict:
 
     Returns:
         Columns of a row: `step_s` is the median of steps that are waited for one by one, `step_in_a_row_s` the mean of
-        steps that are not, as `fit` runs them.
+        steps that are not, as `fit` runs them. The peaks and losses of those that warm up are there, too.
     """
-    _, early = steps(function, batch, WARM_UPS)
-    seconds, peaks = steps(function, batch, TIMED)
+    _, early_peaks, early_losses = steps(function, batch, WARM_UPS)
+    seconds, peaks, losses = steps(function, batch, TIMED)
     start = time.perf_counter()
     for _ in range(TIMED):
         logs = function(iter([batch]))
-    loss = float(logs["loss"])
+    float(logs["loss"])
     wait()
     return {
         "step_s": statistics.median(seconds),
@@ -151,8 +151,8 @@ def training(function: Callable, batch) -> dict:
         "longest_step_s": max(seconds),
         "step_in_a_row_s": (time.perf_counter() - start) / TIMED,
         "peak_bytes": max(peaks),
-        "peaks_bytes": [*early, *peaks],
-        "loss": loss,
+        "peaks_bytes": [*early_peaks, *peaks],
+        "losses": [*early_losses, *losses],
     }
 
 

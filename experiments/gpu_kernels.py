@@ -170,25 +170,25 @@ def segmented_gradient(segment: int, way: str) -> Callable:
     return gradient
 
 
-def layer_norm_gelu(x, scale, offset):
+def layer_norm_gelu(x, scale, offset, seed):  # noqa: ARG001
     mean = tf.reduce_mean(x, -1, keepdims=True)
     variance = tf.reduce_mean(tf.math.squared_difference(x, tf.stop_gradient(mean)), -1, keepdims=True)
     return tf.nn.gelu((x - mean) * tf.math.rsqrt(variance + 1e-5) * scale + offset, approximate=False)
 
 
-def batch_norm_relu(x, scale, offset):
+def batch_norm_relu(x, scale, offset, seed):  # noqa: ARG001
     mean, variance = tf.nn.moments(x, [0, 1, 2])
     return tf.nn.relu((x - mean) * tf.math.rsqrt(variance + 1e-5) * scale + offset)
 
 
-def softmax_dropout(x, scale, offset):
+def softmax_dropout(x, scale, offset, seed):
     weights = tf.nn.softmax(x * scale + offset)
-    kept = tf.random.stateless_uniform(tf.shape(weights), [1, 2]) > 0.1
+    kept = tf.random.stateless_uniform(tf.shape(weights), seed) > 0.1
     return tf.where(kept, weights / 0.9, 0.0)
 
 
-def residual_dropout(x, scale, offset):
-    kept = tf.random.stateless_uniform(tf.shape(x), [1, 2]) > 0.1
+def residual_dropout(x, scale, offset, seed):
+    kept = tf.random.stateless_uniform(tf.shape(x), seed) > 0.1
     return x + tf.where(kept, (x * scale + offset) / 0.9, 0.0)
 
 
@@ -211,17 +211,18 @@ def group(card: Card, name: str, *, size: str, small: bool) -> dict:
         values = min(values, 16)
     x, upstream = tf.random.normal(shape), tf.random.normal(shape)
     scale, offset = (tf.random.normal([values] if values else []) for _ in range(2))
+    seed = tf.constant([1, 2])
 
-    def both(x, scale, offset, upstream):
+    def both(x, scale, offset, seed, upstream):
         with tf.GradientTape() as tape:
             tape.watch([x, scale, offset])
-            y = body(x, scale, offset)
+            y = body(x, scale, offset, seed)
         return y, *tape.gradient(y, [x, scale, offset], output_gradients=upstream)
 
     row = {"shape": list(shape), "x_bytes": 4 * x.shape.num_elements()}
     for what, run, arguments in (
-        ("forward", lambda x, s, o: (body(x, s, o),), (x, scale, offset)),
-        ("both", both, (x, scale, offset, upstream)),
+        ("forward", lambda *given: (body(*given),), (x, scale, offset, seed)),
+        ("both", both, (x, scale, offset, seed, upstream)),
     ):
         for engine, by_xla in (("ops", False), ("xla", True)):
             one = tf.function(run, jit_compile=by_xla, autograph=False)
@@ -249,12 +250,12 @@ def _group_times(card: Card, name: str, one: Callable, several: Callable, argume
 
 
 def in_a_row(one: Callable) -> Callable:
-    """Several runs inside a function that is not compiled, each on what the one before it made."""
+    """Several runs inside a function that is not compiled, each on what the one before it made and with another seed."""
 
-    def several(x, *others):
+    def several(x, scale, offset, seed, *others):
         made = []
-        for _ in range(_IN_A_ROW):
-            made.append(one(x, *others))
+        for k in range(_IN_A_ROW):
+            made.append(one(x, scale, offset, seed + k, *others))
             x = made[-1][0]
         return made
 

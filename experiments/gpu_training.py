@@ -38,8 +38,8 @@ def plain(card: Card, name: str, *, way: str, small: bool) -> dict:
     function = train_function(model)
     try:
         with card.shared():
-            (first_s,), (first_peak,) = gpu_card.steps(function, batch, 1)
-        row |= {"first_step_s": first_s, "first_peak_bytes": first_peak}
+            (first_s,), (first_peak,), (first_loss,) = gpu_card.steps(function, batch, 1)
+        row |= {"first_step_s": first_s, "first_peak_bytes": first_peak, "first_loss": first_loss}
         row["held_bytes"] = gpu_card.in_use_bytes()
         with card.alone():
             row |= gpu_card.training(function, batch)
@@ -102,7 +102,7 @@ def kept(report: checkmate_tf.Report, peaks: list[int], budget_bytes: int) -> di
 def failed(error: tf.errors.OpError) -> dict:
     """How a step ended that TensorFlow could not run."""
     how = "out of memory" if is_out_of_memory(error) else "failed"
-    return {"outcome": how, "why": str(error.message)[:400]}
+    return {"outcome": how, "why": str(error.message).partition("\n")[0]}
 
 
 def mirrored(card: Card, name: str, *, small: bool) -> dict:

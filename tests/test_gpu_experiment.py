@@ -153,13 +153,14 @@ def test_gradients_are_the_same_when_segments_are_computed_again(way):
 
 
 def test_planned_rows_are_shown_beside_both_plain_ones():
-    def row(item, way, **columns):
-        return dict(zip(gpu.KEY, (item, "ViT", way), strict=True)) | columns
+    def row(item, way, step_s, **columns):
+        times = {"step_s": step_s, "step_in_a_row_s": 0.5 * step_s}
+        return dict(zip(gpu.KEY, (item, "ViT", way), strict=True)) | times | columns
 
     planned = {"peak_bytes": 50, "plain_peak_bytes": 100, "predicted_peak_bytes": 51, "within_budget": True}
     rows = [row("plain", "auto", step_s=1.0), row("plain", "off", step_s=2.0)]
     (line,) = gpu.beside([*rows, row("planned", "exact 0.5", step_s=1.5, **planned)])
-    assert "time / auto 1.500" in line
+    assert "time / auto 1.500, in a row 1.500" in line
     assert "time / off 0.750" in line
     assert "predicted +2.00 %" in line
 
