@@ -250,7 +250,7 @@ def _group_times(card: Card, name: str, one: Callable, several: Callable, argume
 
 
 def in_a_row(one: Callable) -> Callable:
-    """Several runs inside a function that is not compiled, each on what the one before it made and with another seed."""
+    """Several runs inside a function that is not compiled, each on what the one before made, with other seeds."""
 
     def several(x, scale, offset, seed, *others):
         made = []
