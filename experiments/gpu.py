@@ -44,6 +44,7 @@ MODELS = ("ResNet50", "Transformer", "MobileNet", "ViT", "VGG16", "U-Net", "pre-
 RECURRENT = ("LSTM", "GRU")
 PLANS = (("exact", 0.5), ("fused", 0.5), ("exact", 0.35))
 WALLS = {"ResNet50": 0.5, "Transformer": 0.5, "VGG16": 0.6}
+NO_GPU = "TensorFlow sees no GPU."
 WALL_MARGIN = 0.05  # of the budget, between it and the limit
 WORKSPACE_PARTS = (0.85, 0.7, 0.6)  # of the plain peak
 BARRIER_WAYS = (
@@ -225,12 +226,18 @@ class Runner:
             self._end(slot, "no time was left.")
 
     def working(self, tries: Sequence[Job]) -> Mapping[str, str]:
-        """The environment of the first try that works. Others are made where the first one does not."""
+        """The environment of the first try that works. Others are made where the first one does not.
+
+        Raises:
+            SystemExit: There is no GPU.
+        """
         for some in (tries[:1], tries[1:]):
             self.run(some, {})
             works = [job for job in some if self._is_done(job)]
             if works:
                 return works[0].env
+            if NO_GPU in (self._row(some[0].key) or {}).get("error", ""):
+                raise SystemExit(NO_GPU)
         return {}
 
     def _is_done(self, job: Job) -> bool:
@@ -269,6 +276,7 @@ class Runner:
                 limit_mib = -(-int((1 + WALL_MARGIN * job.is_wall) * allowed) // _MIB)
                 common["limit_bytes"] = limit_mib * _MIB
         spec = {"run": job.run, "options": options, "limit_mib": limit_mib, "devices": job.devices}
+        spec["on"] = self._args.device
         spec |= {"lock": str(self._scratch / self._lock(job)), "small": self._args.small}
         name = "-".join(job.key).replace(" ", "_").replace(",", "")
         files = {kind: self._scratch / f"{name}.{kind}" for kind in ("json", "txt")}
@@ -279,7 +287,7 @@ class Runner:
             here |= {"TF_CPU_BFC_MEM_LIMIT_IN_MB": str(limit_mib)} if "limit_bytes" in common else {}
         command = [sys.executable, __file__, "--worker", json.dumps(spec), "--out", str(files["json"])]
         with files["txt"].open("w") as said:
-            process = subprocess.Popen(command, stdout=said, stderr=said, env=here, start_new_session=True)
+            process = subprocess.Popen(command, stdout=said, stderr=said, env=here, process_group=0)
         if not job.spreads:
             os.sched_setaffinity(process.pid, self._cores[slot])
         self._running[slot] = _Running(job, process, time.monotonic(), common, files)
@@ -373,7 +381,10 @@ def work(spec: dict) -> dict:
     import gpu_card
     import gpu_kernels
     import gpu_training
+    from real_steps import device
 
+    if spec["on"] == "gpu" and device() == "CPU:0":
+        raise SystemExit(NO_GPU)
     gpu_card.divide(spec["limit_mib"], spec["devices"])
     lock, small = gpu_card.Card(spec["lock"]), spec["small"]
     run, options = spec["run"], spec["options"]

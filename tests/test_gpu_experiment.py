@@ -117,6 +117,14 @@ def test_a_job_that_fails_or_takes_too_long_says_so_and_is_tried_again(tmp_path)
     assert not found._is_done(failing)
 
 
+def test_nothing_is_measured_on_a_cpu_in_place_of_a_gpu(tmp_path):
+    found, result = runner(tmp_path)
+    found._args.device = "gpu"
+    with pytest.raises(SystemExit, match="no GPU"):
+        found.working(gpu.checks(None))
+    assert len(result.rows) == 1
+
+
 def test_ptxas_and_libdevice_are_found_in_different_places(tmp_path, monkeypatch):
     packages = tmp_path / "packages"
     for place in ("nvidia/nvcc/bin/ptxas", "triton/backends/nvidia/lib/libdevice.10.bc"):
