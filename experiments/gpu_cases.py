@@ -10,7 +10,7 @@ import numpy as np
 from keras import layers
 from models import transformer, unet
 
-SMALL_BATCH = 32
+SMALL_BATCH = 8
 _CLASSES = 10
 
 
@@ -125,9 +125,14 @@ def _sequences(rng: np.random.Generator, rows: int, small: bool) -> tuple[np.nda
 
 def _application(name: str, batch_size: int) -> Case:
     network = getattr(keras.applications, name)
-    return Case(
-        lambda small: network(weights=None, input_shape=(32, 32, 3) if small else (224, 224, 3)), _images, batch_size
-    )
+
+    def build(small: bool) -> keras.Model:
+        if not small:
+            return network(weights=None)
+        trunk = network(weights=None, input_shape=(32, 32, 3), include_top=False, pooling="avg")
+        return keras.Model(trunk.input, layers.Dense(1000, activation="softmax")(trunk.output))
+
+    return Case(build, _images, batch_size)
 
 
 CASES = {
