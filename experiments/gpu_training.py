@@ -20,6 +20,7 @@ from checkmate_tf.pipeline import Settings
 AS_IT_COMES, WITHOUT_XLA = "auto", "off"
 _JIT_COMPILE = {AS_IT_COMES: "auto", WITHOUT_XLA: False}
 _MIRRORED_STEPS = 8
+_SAID = 400  # letters of an error that are kept
 
 
 def prepared(name: str, jit_compile: bool | str, small: bool):
@@ -33,10 +34,11 @@ def prepared(name: str, jit_compile: bool | str, small: bool):
 
 def plain(card: Card, name: str, *, way: str, small: bool) -> dict:
     """Keras's own steps, with XLA as Keras decides ("auto") or without ("off")."""
-    model, batch, _ = prepared(name, _JIT_COMPILE[way], small)
-    row = {"device": device_name(), "batch_size": CASES[name].rows(small), "jit_compile": bool(model.jit_compile)}
-    function = train_function(model)
+    row = {"device": device_name(), "batch_size": CASES[name].rows(small)}
     try:
+        model, batch, _ = prepared(name, _JIT_COMPILE[way], small)
+        row["jit_compile"] = bool(model.jit_compile)
+        function = train_function(model)
         with card.shared():
             (first_s,), (first_peak,), (first_loss,) = gpu_card.steps(function, batch, 1)
         row |= {"first_step_s": first_s, "first_peak_bytes": first_peak, "first_loss": first_loss}
@@ -59,7 +61,6 @@ def planned(
     small: bool,
 ) -> dict:
     """Planned steps of the model as it comes. The peak of every step counts, the first one's included."""
-    model, batch, spec = prepared(name, _JIT_COMPILE[AS_IT_COMES], small)
     settings = Settings(
         budget_bytes,
         time_limit_s=time_limit_s,
@@ -68,8 +69,9 @@ def planned(
         on_progress=card.while_planning,
     )
     row = {"device": device_name(), "budget_bytes": budget_bytes, "implementations": implementations}
-    start = time.perf_counter()
     try:
+        model, batch, spec = prepared(name, _JIT_COMPILE[AS_IT_COMES], small)
+        start = time.perf_counter()
         train_step.attach(model, settings, spec)
         row["compile_s"] = time.perf_counter() - start
         function = train_function(model)
@@ -101,8 +103,9 @@ def kept(report: checkmate_tf.Report, peaks: list[int], budget_bytes: int) -> di
 
 def failed(error: tf.errors.OpError) -> dict:
     """How a step ended that TensorFlow could not run."""
-    how = "out of memory" if is_out_of_memory(error) else "failed"
-    return {"outcome": how, "why": str(error.message).partition("\n")[0]}
+    lines = [line for line in str(error.message).splitlines() if line.strip()]
+    what = next((line for line in lines if "OOM" in line or "memory" in line), lines[-1])
+    return {"outcome": "out of memory" if is_out_of_memory(error) else "failed", "why": what[:_SAID]}
 
 
 def mirrored(card: Card, name: str, *, small: bool) -> dict:
