@@ -79,6 +79,7 @@ SCHEMAS = {
     "within_budget": WITHIN_BUDGET,
     "within_budget_fused": WITHIN_BUDGET,
     "within_budget_gpu": dataclasses.replace(WITHIN_BUDGET, columns=f"{WITHIN_BUDGET.columns} device"),
+    "gpu": Schema(("item", "case", "way"), "seconds", settings="small memory_limit_mib processes card"),
     "peers": Schema(
         ("case", "peer"),
         "plain_peak_bytes peer_peak_bytes peer_time_ratio peer_gradient_error peer_statistics_error",
