@@ -29,7 +29,6 @@ _NO_STORAGE = frozenset({tf.resource, tf.variant, tf.string})
 # per element of the first, and TensorFlow a number per byte of that.
 _RESERVED = {"FusedBatchNormV3": lambda _: 0, "_FusedBatchNormEx": lambda elements: -(-elements // 8)}
 _FIRST_LAST = frozenset({"_FusedBatchNormEx"})  # on a CPU, which has it with oneDNN only
-_EMPTY_LISTS = frozenset({"EmptyTensorList", "TensorListReserve"})
 _READS_ONLY = frozenset({"ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
 _ONEDNN_TYPES = (tf.float32, tf.bfloat16, tf.float16)
 
@@ -66,7 +65,9 @@ def extract(traced: TracedStep) -> ExtractedStep:
                 op.outputs[-1].set_shape(_reserved_by_gpu(on, tuple(x.shape), x.dtype, **attributes))
     reruns = {op: graph.get_operation_by_name(node.name) for op, node in traced.again.items()}
     when = created(traced.function, traced.stands_in)
-    ops = _original_order([op for op in graph.get_operations() if op not in reruns.values()], when)
+    ops = [op for op in graph.get_operations() if op not in reruns.values()]
+    gradients = _gradients(ops, when, traced)
+    ops = _original_order(ops, _without_late(when, gradients, traced))
     number = {op.name: k for k, op in enumerate(ops)}
     tensors = [t for op in ops for t in op.outputs]
     tensor_number = {t.name: k for k, t in enumerate(tensors)}
@@ -77,12 +78,12 @@ def extract(traced: TracedStep) -> ExtractedStep:
     tensor_bytes = np.array([size or 0 for size in sizes], dtype=np.int64)
     storage = _storage(ops, inputs, outputs)
     persistent = np.array([t.op.type in _PERSISTENT or t.dtype in _NO_STORAGE for t in tensors], dtype=bool)
-    is_gradient = _is_gradient(ops, number, when)
+    controls = _controls(ops, number, inputs, storage, outputs)
     op_graph = OpGraph(
         names=tuple(op.name for op in ops),
         types=tuple(op.type for op in ops),
         inputs=inputs,
-        controls=_controls(ops, number, inputs, storage, outputs),
+        controls=controls,
         outputs=outputs,
         producer=np.array([number[t.op.name] for t in tensors], dtype=np.int64),
         tensor_bytes=tensor_bytes,
@@ -90,7 +91,7 @@ def extract(traced: TracedStep) -> ExtractedStep:
         persistent=persistent,
         takeover=((),) * len(ops),
         once=np.array([op.type not in _PERSISTENT and op.op_def.is_stateful for op in ops], dtype=bool),
-        is_gradient=is_gradient,
+        is_gradient=_with_followers(ops, gradients, number, controls),
         results=tuple(tensor_number[name] for name in traced.fetches),
         pairs=_fused_pairs(ops, number) if on_cpu and device.onednn_is_on() else {},
         again={number[op]: tuple(tensor_number[t.name] for t in rerun.inputs) for op, rerun in reruns.items()},
@@ -165,18 +166,48 @@ def _storage(ops, inputs, outputs) -> np.ndarray:
     return np.array(storage, dtype=np.int64)
 
 
-def _is_gradient(ops, number, when: Mapping[str, int]) -> np.ndarray:
-    """Ops that the gradient tape made, and all that depend on them or, having side effects, follow them.
+def _gradients(ops: Sequence[tf.Operation], when: Mapping[str, int], traced: TracedStep) -> set[str]:
+    """Names of the ops that are gradients, or made of them, in a graph whose ops may have other's names.
 
-    Empty lists do not count: the tape makes them for the forward pass of a loop to fill. An op that Grappler made
-    may be named after one that reads it: for a GPU, a convolution and its gradient share the transposed images.
+    An op that was traced is what it was there; one that Grappler made is what it reads. But where Grappler uses one op
+    for the forward pass and for the gradient, by whichever's name, forward ops read it, and it is none.
+
+    Args:
+        ops: Those of the simplified graph, in a topological order.
+        when: As `created` gives it.
+        traced: The step.
     """
-    gradient = np.zeros(len(ops), dtype=bool)
+    gradients: set[str] = set()
+    for op in ops:
+        if not op.inputs and not op.control_inputs:
+            continue
+        if op.name not in when:
+            known = any(t.op.name in gradients for t in op.inputs)
+        else:
+            known = traced.stands_in.get(op.name, op.name) in traced.gradients
+        if known:
+            gradients.add(op.name)
+    for op in reversed(ops):
+        if op.name not in gradients:
+            gradients.difference_update(t.op.name for t in op.inputs)
+    return gradients
+
+
+def _without_late(when: Mapping[str, int], gradients: set[str], traced: TracedStep) -> dict[str, int]:
+    """When ops were created, but for forward ops with the name of a gradient: that was much later."""
+    stands_in = traced.stands_in
+    return {
+        name: k for name, k in when.items() if name in gradients or stands_in.get(name, name) not in traced.gradients
+    }
+
+
+def _with_followers(ops, gradients: set[str], number, controls) -> np.ndarray:
+    """bool (ops,). Gradients, and all ops that depend on them or follow them."""
+    is_gradient = np.zeros(len(ops), dtype=bool)
     for k, op in enumerate(ops):
-        if op.inputs or op.control_inputs:
-            from_tape = "gradient_tape/" in op.name and op.name in when and op.type not in _EMPTY_LISTS
-            gradient[k] = from_tape or any(gradient[number[d.name]] for d in _dependencies(op))
-    return gradient
+        before = (*(number[t.op.name] for t in op.inputs), *controls[k])
+        is_gradient[k] = op.name in gradients or any(is_gradient[d] for d in before)
+    return is_gradient
 
 
 def _controls(ops, number, inputs, storage, outputs) -> tuple[tuple[int, ...], ...]:

@@ -19,6 +19,7 @@ from checkmate_tf.lowering.again import leaner_reruns
 from checkmate_tf.lowering.branches import assign_in_place
 from checkmate_tf.lowering.calls import read_before_calls
 from checkmate_tf.lowering.creation import created
+from checkmate_tf.lowering.differentiation import gradient_ops, watched
 from checkmate_tf.lowering.implementations.pooling import poolings_by_places
 from checkmate_tf.lowering.implementations.rewrite import Fired, rewrite
 from checkmate_tf.lowering.implementations.rule import Rule
@@ -38,6 +39,7 @@ class TracedStep:
         function: The concrete function of the unmodified step.
         graph_def: Its graph as Grappler left it. Inputs, outputs and control outputs of
             `function.graph` are still there by name.
+        gradients: Names of the ops of `function.graph` that are gradients, or what is made of them.
         stands_in: Name of each op that a rule made -> name of the op of `function.graph` whose place it takes.
         fired: The rules and alternatives that were applied.
         offered: The alternatives that could be applied, those that were among them.
@@ -46,6 +48,7 @@ class TracedStep:
 
     function: tf.types.experimental.ConcreteFunction
     graph_def: graph_pb2.GraphDef
+    gradients: frozenset[str] = frozenset()
     stands_in: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fired: tuple[Fired, ...] = ()
     offered: tuple[Fired, ...] = ()
@@ -94,14 +97,16 @@ def trace(
     Returns:
         The step, with every shape known that TensorFlow can infer.
     """
-    function = tf.function(step, jit_compile=False).get_concrete_function(*args_spec)
+    with watched() as calls:
+        function = tf.function(step, jit_compile=False).get_concrete_function(*args_spec)
     graph = function.graph
+    gradients = gradient_ops(graph, calls)
     graph_def = graph.as_graph_def()
     reads = read_before_calls(graph_def, graph)
     if not rules and not alternatives:
         simplified = _simplify(function, graph_def, reads)
         _make_steady(simplified, function, {})
-        return TracedStep(function, simplified)
+        return TracedStep(function, simplified, gradients)
     specs = {
         (op.name, k): tf.TensorSpec(t.shape, t.dtype) for op in graph.get_operations() for k, t in enumerate(op.outputs)
     } | {(name, 0): spec for name, spec in reads.items()}
@@ -114,7 +119,8 @@ def trace(
     _make_steady(simplified, function, rewritten.stands_in)
     poolings_by_places(simplified.node)
     again = leaner_reruns(simplified.node, on_cpu=on_cpu)
-    return TracedStep(function, simplified, rewritten.stands_in, rewritten.fired, rewritten.offered, again)
+    stands_in, fired, offered = rewritten.stands_in, rewritten.fired, rewritten.offered
+    return TracedStep(function, simplified, gradients, stands_in, fired, offered, again)
 
 
 def _simplify(

@@ -1,0 +1,103 @@
+"""Which ops of a traced step are gradients: what TensorFlow made to differentiate, and what depends on that.
+
+Names do not tell: a custom gradient's ops have any, and Grappler gives one name to an op of the forward pass and an
+equal one of the gradient. So the calls that differentiate are watched while a step is traced: what they start from
+(the loss), and what they make (first the seed, then all that follows from it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import imperative_grad
+from tensorflow.python.ops import gradients_util
+
+# What tapes and tf.gradients call; both take what is differentiated.
+_CALLS = ((imperative_grad, "imperative_grad", 1), (gradients_util, "_GradientsHelper", 0))
+_LOCK = threading.RLock()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Differentiation:
+    """One call that made gradients in a graph.
+
+    Attributes:
+        graph: Where they are.
+        targets: What was differentiated.
+        first: Number of ops that the graph had before.
+        end: And behind: the ops first..end-1 were made for the gradients.
+    """
+
+    graph: tf.Graph
+    targets: tuple
+    first: int
+    end: int
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Differentiation]]:
+    """A list that takes each call that makes gradients while the context is open."""
+    calls: list[Differentiation] = []
+    with _LOCK, contextlib.ExitStack() as stack:
+        for module, name, position in _CALLS:
+            stack.enter_context(_replaced(module, name, position, calls))
+        yield calls
+
+
+@contextlib.contextmanager
+def _replaced(module, name: str, position: int, calls: list[Differentiation]) -> Iterator[None]:
+    original = getattr(module, name)
+
+    def watching(*args, **kwargs):
+        graph = tf.compat.v1.get_default_graph()
+        first = len(graph.get_operations())
+        result = original(*args, **kwargs)
+        calls.append(Differentiation(graph, tuple(tf.nest.flatten(args[position])), first, len(graph.get_operations())))
+        return result
+
+    setattr(module, name, watching)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def gradient_ops(graph: tf.Graph, calls: Sequence[Differentiation]) -> frozenset[str]:
+    """Names of the ops of a graph that depend on a seed or were made for gradients, unless a loss depends on them.
+
+    A loss can depend on gradients: on their norm (a gradient penalty), or through an input or weights that were
+    moved by them. These are differentiated like all that is in front of a loss.
+    """
+    ops = graph.get_operations()
+    number = {op: k for k, op in enumerate(ops)}
+    inputs = [[number[t.op] for t in op.inputs] for op in ops]
+    gradient = np.zeros(len(ops), dtype=bool)
+    targets = []
+    for call in calls:
+        if call.graph is graph:
+            gradient[call.first : call.end] = True
+            targets += [number[t.op] for t in call.targets if getattr(t, "graph", None) is graph]
+    for k, op in enumerate(ops):
+        if op.type == "Placeholder":  # a variable may have been used there for the first time
+            gradient[k] = False
+        # A loop's forward pass reads lists that were made later, for it to fill: no gradients.
+        elif any(gradient[d] for d in inputs[k] if d < k):
+            gradient[k] = True
+    gradient[list(_with_ancestors(targets, inputs))] = False
+    return frozenset(op.name for op, is_one in zip(ops, gradient.tolist(), strict=True) if is_one)
+
+
+def _with_ancestors(ops: Collection[int], inputs: Sequence[Sequence[int]]) -> set[int]:
+    """Ops and all whose values they depend on."""
+    found, new = set(ops), list(ops)
+    while new:
+        for d in inputs[new.pop()]:
+            if d not in found:
+                found.add(d)
+                new.append(d)
+    return found
