@@ -7,10 +7,11 @@ equal one of the gradient. So the calls that differentiate are watched while a s
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -67,29 +68,47 @@ def _replaced(module, name: str, position: int, calls: list[Differentiation]) ->
         setattr(module, name, original)
 
 
-def gradient_ops(graph: tf.Graph, calls: Sequence[Differentiation]) -> frozenset[str]:
-    """Names of the ops of a graph that depend on a seed or were made for gradients, unless a loss depends on them.
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """The forward and backward passes of a traced step.
+
+    Attributes:
+        gradients: Names of the ops that depend on a seed or were made for gradients, and of those that follow what
+            these write, unless a loss depends on them.
+        forward: Name of each op that a loss depends on -> its pass, counted from 0: how many backward passes, of
+            those whose gradients go into no loss, were made before it.
+    """
+
+    gradients: frozenset[str] = frozenset()
+    forward: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def passes_of(graph: tf.Graph, calls: Sequence[Differentiation]) -> Passes:
+    """Tells gradients from what a loss depends on.
 
     A loss can depend on gradients: on their norm (a gradient penalty), or through an input or weights that were
-    moved by them. These are differentiated like all that is in front of a loss.
+    moved by them. They are differentiated like all that is in front of a loss, and so are forward ops.
     """
     ops = graph.get_operations()
     number = {op: k for k, op in enumerate(ops)}
     inputs = [[number[t.op] for t in op.inputs] for op in ops]
+    calls = [call for call in calls if call.graph is graph]
+    targets = [number[t.op] for call in calls for t in call.targets if getattr(t, "graph", None) is graph]
+    forward = np.zeros(len(ops), dtype=bool)
+    forward[list(_with_ancestors(targets, inputs))] = True
     gradient = np.zeros(len(ops), dtype=bool)
-    targets = []
     for call in calls:
-        if call.graph is graph:
-            gradient[call.first : call.end] = True
-            targets += [number[t.op] for t in call.targets if getattr(t, "graph", None) is graph]
+        gradient[call.first : call.end] = True
     for k, op in enumerate(ops):
-        if op.type == "Placeholder":  # a variable may have been used there for the first time
-            gradient[k] = False
-        # A loop's forward pass reads lists that were made later, for it to fill: no gradients.
-        elif any(gradient[d] for d in inputs[k] if d < k):
-            gradient[k] = True
-    gradient[list(_with_ancestors(targets, inputs))] = False
-    return frozenset(op.name for op, is_one in zip(ops, gradient.tolist(), strict=True) if is_one)
+        # Placeholders: a variable may have been used there for the first time. Lists: the forward pass of a loop reads
+        # some that were made later, for it to fill.
+        follows = any(gradient[d] for d in (*inputs[k], *(number[c] for c in op.control_inputs)) if d < k)
+        gradient[k] = (gradient[k] or follows) and not forward[k] and op.type != "Placeholder"
+    ends = sorted(call.end for call in calls if gradient[call.first : call.end].any())
+    return Passes(
+        frozenset(ops[k].name for k in np.flatnonzero(gradient)),
+        {ops[k].name: bisect.bisect_right(ends, k) for k in np.flatnonzero(forward).tolist()},
+    )
 
 
 def _with_ancestors(ops: Collection[int], inputs: Sequence[Sequence[int]]) -> set[int]:

@@ -79,6 +79,8 @@ def extract(traced: TracedStep) -> ExtractedStep:
     storage = _storage(ops, inputs, outputs)
     persistent = np.array([t.op.type in _PERSISTENT or t.dtype in _NO_STORAGE for t in tensors], dtype=bool)
     controls = _controls(ops, number, inputs, storage, outputs)
+    reads = [[number[t.op.name] for t in op.inputs] for op in ops]
+    is_gradient, passes = _passes(ops, gradients, reads, controls, traced)
     op_graph = OpGraph(
         names=tuple(op.name for op in ops),
         types=tuple(op.type for op in ops),
@@ -91,7 +93,8 @@ def extract(traced: TracedStep) -> ExtractedStep:
         persistent=persistent,
         takeover=((),) * len(ops),
         once=np.array([op.type not in _PERSISTENT and op.op_def.is_stateful for op in ops], dtype=bool),
-        is_gradient=_with_followers(ops, gradients, number, controls),
+        is_gradient=is_gradient,
+        passes=passes,
         results=tuple(tensor_number[name] for name in traced.fetches),
         pairs=_fused_pairs(ops, number) if on_cpu and device.onednn_is_on() else {},
         again={number[op]: tuple(tensor_number[t.name] for t in rerun.inputs) for op, rerun in reruns.items()},
@@ -167,7 +170,7 @@ def _storage(ops, inputs, outputs) -> np.ndarray:
 
 
 def _gradients(ops: Sequence[tf.Operation], when: Mapping[str, int], traced: TracedStep) -> set[str]:
-    """Names of the ops that are gradients, or made of them, in a graph whose ops may have other's names.
+    """Names of the ops that are gradients, or made of them, in a graph whose ops may have others' names.
 
     An op that was traced is what it was there; one that Grappler made is what it reads. But where Grappler uses one op
     for the forward pass and for the gradient, by whichever's name, forward ops read it, and it is none.
@@ -184,7 +187,7 @@ def _gradients(ops: Sequence[tf.Operation], when: Mapping[str, int], traced: Tra
         if op.name not in when:
             known = any(t.op.name in gradients for t in op.inputs)
         else:
-            known = traced.stands_in.get(op.name, op.name) in traced.gradients
+            known = traced.stands_in.get(op.name, op.name) in traced.passes.gradients
         if known:
             gradients.add(op.name)
     for op in reversed(ops):
@@ -195,19 +198,34 @@ def _gradients(ops: Sequence[tf.Operation], when: Mapping[str, int], traced: Tra
 
 def _without_late(when: Mapping[str, int], gradients: set[str], traced: TracedStep) -> dict[str, int]:
     """When ops were created, but for forward ops with the name of a gradient: that was much later."""
-    stands_in = traced.stands_in
-    return {
-        name: k for name, k in when.items() if name in gradients or stands_in.get(name, name) not in traced.gradients
-    }
+    names, stands_in = traced.passes.gradients, traced.stands_in
+    return {name: k for name, k in when.items() if name in gradients or stands_in.get(name, name) not in names}
 
 
-def _with_followers(ops, gradients: set[str], number, controls) -> np.ndarray:
-    """bool (ops,). Gradients, and all ops that depend on them or follow them."""
-    is_gradient = np.zeros(len(ops), dtype=bool)
-    for k, op in enumerate(ops):
-        before = (*(number[t.op.name] for t in op.inputs), *controls[k])
-        is_gradient[k] = op.name in gradients or any(is_gradient[d] for d in before)
-    return is_gradient
+def _passes(ops, gradients: set[str], inputs, controls, traced: TracedStep) -> tuple[np.ndarray, np.ndarray]:
+    """What OpGraph.is_gradient and OpGraph.passes are.
+
+    Ops that must wait for a gradient belong to its pass, too, but for those that a later loss depends on.
+
+    Args:
+        ops: In order.
+        gradients: As `_gradients` gives them.
+        inputs: For each op, those that it reads.
+        controls: For each op, those that it waits for.
+        traced: The step.
+    """
+    forward, stands_in = traced.passes.forward, traced.stands_in
+    passes = np.array([forward.get(stands_in.get(op.name, op.name), 0) for op in ops], dtype=np.int64)
+    in_later_pass = passes > 0
+    for k in range(len(ops) - 1, -1, -1):
+        if in_later_pass[k]:
+            in_later_pass[inputs[k]] = True
+    is_gradient = np.array([op.name in gradients for op in ops], dtype=bool)
+    for k in range(len(ops)):
+        follows = inputs[k] if in_later_pass[k] else [*inputs[k], *controls[k]]
+        is_gradient[k] |= is_gradient[follows].any()
+        passes[k] = max(passes[k], passes[[*inputs[k], *controls[k]]].max(initial=0))
+    return is_gradient, passes
 
 
 def _controls(ops, number, inputs, storage, outputs) -> tuple[tuple[int, ...], ...]:

@@ -19,7 +19,7 @@ from checkmate_tf.lowering.again import leaner_reruns
 from checkmate_tf.lowering.branches import assign_in_place
 from checkmate_tf.lowering.calls import read_before_calls
 from checkmate_tf.lowering.creation import created
-from checkmate_tf.lowering.differentiation import gradient_ops, watched
+from checkmate_tf.lowering.differentiation import Passes, passes_of, watched
 from checkmate_tf.lowering.implementations.pooling import poolings_by_places
 from checkmate_tf.lowering.implementations.rewrite import Fired, rewrite
 from checkmate_tf.lowering.implementations.rule import Rule
@@ -39,7 +39,7 @@ class TracedStep:
         function: The concrete function of the unmodified step.
         graph_def: Its graph as Grappler left it. Inputs, outputs and control outputs of
             `function.graph` are still there by name.
-        gradients: Names of the ops of `function.graph` that are gradients, or what is made of them.
+        passes: Which ops of `function.graph` are gradients, and which come before a loss.
         stands_in: Name of each op that a rule made -> name of the op of `function.graph` whose place it takes.
         fired: The rules and alternatives that were applied.
         offered: The alternatives that could be applied, those that were among them.
@@ -48,7 +48,7 @@ class TracedStep:
 
     function: tf.types.experimental.ConcreteFunction
     graph_def: graph_pb2.GraphDef
-    gradients: frozenset[str] = frozenset()
+    passes: Passes = dataclasses.field(default_factory=Passes)
     stands_in: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fired: tuple[Fired, ...] = ()
     offered: tuple[Fired, ...] = ()
@@ -100,13 +100,13 @@ def trace(
     with watched() as calls:
         function = tf.function(step, jit_compile=False).get_concrete_function(*args_spec)
     graph = function.graph
-    gradients = gradient_ops(graph, calls)
+    passes = passes_of(graph, calls)
     graph_def = graph.as_graph_def()
     reads = read_before_calls(graph_def, graph)
     if not rules and not alternatives:
         simplified = _simplify(function, graph_def, reads)
         _make_steady(simplified, function, {})
-        return TracedStep(function, simplified, gradients)
+        return TracedStep(function, simplified, passes)
     specs = {
         (op.name, k): tf.TensorSpec(t.shape, t.dtype) for op in graph.get_operations() for k, t in enumerate(op.outputs)
     } | {(name, 0): spec for name, spec in reads.items()}
@@ -120,7 +120,7 @@ def trace(
     poolings_by_places(simplified.node)
     again = leaner_reruns(simplified.node, on_cpu=on_cpu)
     stands_in, fired, offered = rewritten.stands_in, rewritten.fired, rewritten.offered
-    return TracedStep(function, simplified, gradients, stands_in, fired, offered, again)
+    return TracedStep(function, simplified, passes, stands_in, fired, offered, again)
 
 
 def _simplify(
