@@ -75,12 +75,14 @@ class Passes:
     Attributes:
         gradients: Names of the ops that depend on a seed or were made for gradients, and of those that follow what
             these write, unless a loss depends on them.
-        forward: Name of each op that a loss depends on -> its pass, counted from 0: how many backward passes, of
-            those whose gradients go into no loss, were made before it.
+        numbers: Name of each op that a loss depends on, or that was made for gradients -> its pass, counted from 0:
+            how many backward passes were made before it, of those whose gradients are not all part of a loss.
+        forward: Names of the ops that a loss depends on.
     """
 
     gradients: frozenset[str] = frozenset()
-    forward: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    numbers: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    forward: frozenset[str] = frozenset()
 
 
 def passes_of(graph: tf.Graph, calls: Sequence[Differentiation]) -> Passes:
@@ -96,9 +98,10 @@ def passes_of(graph: tf.Graph, calls: Sequence[Differentiation]) -> Passes:
     targets = [number[t.op] for call in calls for t in call.targets if getattr(t, "graph", None) is graph]
     forward = np.zeros(len(ops), dtype=bool)
     forward[list(_with_ancestors(targets, inputs))] = True
-    gradient = np.zeros(len(ops), dtype=bool)
+    made = np.zeros(len(ops), dtype=bool)
     for call in calls:
-        gradient[call.first : call.end] = True
+        made[call.first : call.end] = True
+    gradient = made.copy()
     for k, op in enumerate(ops):
         # Placeholders: a variable may have been used there for the first time. Lists: the forward pass of a loop reads
         # some that were made later, for it to fill.
@@ -106,8 +109,9 @@ def passes_of(graph: tf.Graph, calls: Sequence[Differentiation]) -> Passes:
         gradient[k] = (gradient[k] or follows) and not forward[k] and op.type != "Placeholder"
     ends = sorted(call.end for call in calls if gradient[call.first : call.end].any())
     return Passes(
-        frozenset(ops[k].name for k in np.flatnonzero(gradient)),
-        {ops[k].name: bisect.bisect_right(ends, k) for k in np.flatnonzero(forward).tolist()},
+        gradients=frozenset(ops[k].name for k in np.flatnonzero(gradient)),
+        numbers={ops[k].name: bisect.bisect_right(ends, k) for k in np.flatnonzero(made | forward).tolist()},
+        forward=frozenset(ops[k].name for k in np.flatnonzero(forward)),
     )
 
 

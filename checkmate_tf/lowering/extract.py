@@ -15,7 +15,7 @@ from tensorflow.python.eager import wrap_function
 
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.lowering import device
-from checkmate_tf.lowering.creation import created, places
+from checkmate_tf.lowering.creation import created, no_later_than_readers, places
 from checkmate_tf.lowering.trace import TracedStep
 
 # Ops whose outputs are their inputs' storage under another name.
@@ -67,7 +67,7 @@ def extract(traced: TracedStep) -> ExtractedStep:
     when = created(traced.function, traced.stands_in)
     ops = [op for op in graph.get_operations() if op not in reruns.values()]
     gradients = _gradients(ops, when, traced)
-    ops = _original_order(ops, _without_late(when, gradients, traced))
+    ops = _original_order(ops, when)
     number = {op.name: k for k, op in enumerate(ops)}
     tensors = [t for op in ops for t in op.outputs]
     tensor_number = {t.name: k for k, t in enumerate(tensors)}
@@ -140,8 +140,15 @@ def _original_order(ops: Sequence[tf.Operation], when: Mapping[str, int]) -> lis
     where the one it keeps was created late, all ops that read it would be late.
     """
     constants = {op.name: 0 for op in ops if op.type == "Const"}
-    place = places({op.name: [before.name for before in _dependencies(op)] for op in ops}, {**when, **constants})
+    dependencies = _names(ops)
+    known = {op.name: when[op.name] for op in ops if op.name in when} | constants
+    needed = no_later_than_readers(dependencies, known)
+    place = places(dependencies, {name: needed[name] for name in known})
     return sorted(ops, key=lambda op: place[op.name])
+
+
+def _names(ops: Sequence[tf.Operation]) -> dict[str, list[str]]:
+    return {op.name: [before.name for before in _dependencies(op)] for op in ops}
 
 
 def _dependencies(op: tf.Operation) -> list[tf.Operation]:
@@ -196,12 +203,6 @@ def _gradients(ops: Sequence[tf.Operation], when: Mapping[str, int], traced: Tra
     return gradients
 
 
-def _without_late(when: Mapping[str, int], gradients: set[str], traced: TracedStep) -> dict[str, int]:
-    """When ops were created, but for forward ops with the name of a gradient: that was much later."""
-    names, stands_in = traced.passes.gradients, traced.stands_in
-    return {name: k for name, k in when.items() if name in gradients or stands_in.get(name, name) not in names}
-
-
 def _passes(ops, gradients: set[str], inputs, controls, traced: TracedStep) -> tuple[np.ndarray, np.ndarray]:
     """What OpGraph.is_gradient and OpGraph.passes are.
 
@@ -214,9 +215,11 @@ def _passes(ops, gradients: set[str], inputs, controls, traced: TracedStep) -> t
         controls: For each op, those that it waits for.
         traced: The step.
     """
-    forward, stands_in = traced.passes.forward, traced.stands_in
-    passes = np.array([forward.get(stands_in.get(op.name, op.name), 0) for op in ops], dtype=np.int64)
-    in_later_pass = passes > 0
+    known, traced_as = traced.passes, {op.name: traced.stands_in.get(op.name, op.name) for op in ops}
+    numbers = {name: known.numbers[other] for name, other in traced_as.items() if other in known.numbers}
+    numbers = no_later_than_readers(_names(ops), numbers)
+    passes = np.array([numbers.get(op.name, 0) for op in ops], dtype=np.int64)
+    in_later_pass = (passes > 0) & [traced_as[op.name] in known.forward for op in ops]
     for k in range(len(ops) - 1, -1, -1):
         if in_later_pass[k]:
             in_later_pass[inputs[k]] = True
