@@ -24,7 +24,7 @@ class SweepSolver(Solver):
     def __init__(self, graph: Graph):
         super().__init__(graph)
         self.pool = Pool()
-        self._branch = branching_node(graph) if self.linear_only else None
+        self._branch = branching_node(graph) if self.linear_only and graph.one_pass else None
         self._untried = self._family() if self._applies() else iter(())
 
     @abc.abstractmethod
@@ -52,7 +52,7 @@ class SweepSolver(Solver):
         return self.schedules(evaluator) if self.graph.is_gradient.any() else iter((evaluator.store_all,))
 
     def _applies(self) -> bool:
-        return self._branch is None and self.graph.num_forward > 0
+        return self._branch is None and self.graph.num_forward > 0 and self.graph.one_pass
 
     def _reason(self, recorder: Recorder) -> str:
         """Why there is no schedule; empty if there is one."""
@@ -61,6 +61,8 @@ class SweepSolver(Solver):
         if self._branch is not None:
             node = self.graph.names[self._branch]
             return f"{self.name} is for linear networks: {node} does not read just the forward node before it."
+        if not self.graph.one_pass:
+            return f"{self.name} is for steps with one forward and one backward pass."
         smallest = self.pool.smallest()
         if smallest is None:
             return f"{self.name} needs forward nodes, and there are none."

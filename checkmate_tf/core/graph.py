@@ -49,8 +49,8 @@ class Graph:
             inputs and its own value. Negative where the node takes over the buffer of an input
             that dies there.
         deps: For each node, the ascending indices of the nodes whose values it reads.
-        is_gradient: bool (n,). The node belongs to the backward pass or to the update; all
-            forward nodes come first.
+        is_gradient: bool (n,). The node belongs to a backward pass or to an update. A step with
+            several passes has forward nodes behind gradient nodes.
         recomputable: bool (n,). The node may run more than once (no side effects).
         fixed_bytes: Bytes held during the whole step: variables, slots, the batch, small tensors
             (M_input + 2 M_param in the paper).
@@ -86,7 +86,7 @@ class Graph:
             edges: (producer, consumer) pairs of node indices, producer < consumer.
             names: Defaults to "node0", "node1", ...
             workspace_bytes: Defaults to 0.
-            is_gradient: Defaults to all False. Forward nodes must precede gradient nodes.
+            is_gradient: Defaults to all False.
             recomputable: Defaults to all True.
             fixed_bytes: Bytes held throughout.
 
@@ -113,8 +113,6 @@ class Graph:
         total_cost = sum(cost_array.tolist())
         if total_cost and not LEAST_COST <= total_cost <= MOST_COST:
             raise GraphError(f"all costs together must be 0 or {LEAST_COST} to {MOST_COST}; got {total_cost}.")
-        if np.any(gradient[:-1] & ~gradient[1:]):
-            raise GraphError("forward nodes must precede all gradient nodes.")
         deps: list[set[int]] = [set() for _ in range(n)]
         for producer, consumer in edges:
             if not 0 <= producer < consumer < n:
@@ -139,9 +137,25 @@ class Graph:
         return len(self.names)
 
     @cached_property
+    def forward_runs(self) -> tuple[tuple[int, int], ...]:
+        """First and end of each run of forward nodes: one in a step with one pass."""
+        edges = np.flatnonzero(np.diff(~self.is_gradient, prepend=False, append=False)).tolist()
+        return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether all forward nodes come before all gradient nodes."""
+        return not self.forward_runs or self.forward_runs == ((0, self.num_forward),)
+
+    @cached_property
     def num_forward(self) -> int:
-        """Number of forward nodes; gradient nodes are num_forward..n-1."""
+        """Number of forward nodes; with one pass, gradient nodes are num_forward..n-1."""
         return int(np.count_nonzero(~self.is_gradient))
+
+    @property
+    def forward_end(self) -> int:
+        """The node behind the last forward node."""
+        return self.forward_runs[-1][1] if self.forward_runs else 0
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
@@ -179,7 +193,7 @@ def permuted(graph: Graph, order: Sequence[int]) -> Graph:
     """The same graph with nodes renumbered so that node k is the former node order[k].
 
     Raises:
-        GraphError: The order is not topological, or does not keep forward nodes first.
+        GraphError: The order is not topological.
     """
     order = np.asarray(order, dtype=np.int64)
     rank = np.empty(graph.n, dtype=np.int64)

@@ -113,7 +113,7 @@ def _may_follow(large: LargeValues, before: int, op: int) -> bool:
     """Whether a group that has an op before its last one may go on with another."""
     graph = large.graph
     if graph.is_gradient[before]:
-        return not _reads_forward(large, op)
+        return bool(graph.is_gradient[op]) and not _reads_forward(large, op)
     if graph.is_gradient[op] or graph.once[before] or graph.once[op]:
         return False
     users = large.users[before]
@@ -154,7 +154,8 @@ class _Run:
             self._held_bytes -= int(large.graph.owned_bytes[large.graph.outputs[op][0]])
         self._held_bytes += out_bytes
         self.peak_bytes = max(self.peak_bytes, self._held_bytes + int(self._workspace_bytes[op]))
-        self._dies[op] = large.last_user[op]
+        # where a later forward pass reads a gradient, it may read it again
+        self._dies[op] = large.needed_until[op] if large.graph.is_gradient[op] else large.last_user[op]
         self.ops.append(op)
 
     def _free_before(self, op: int) -> None:

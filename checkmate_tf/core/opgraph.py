@@ -39,7 +39,7 @@ class OpGraph:
         takeover: For each op, the tensors that it reads whose storage its first output takes
             over when they die there ("forwarding" in TensorFlow).
         once: bool (ops,). The op has side effects: it runs exactly once, in the original order.
-        is_gradient: bool (ops,). The op depends on a gradient or belongs to an update.
+        is_gradient: bool (ops,). The op depends on a gradient or belongs to an update, and no later loss depends on it.
         results: Tensors that the step returns; they are live when it ends.
         pairs: For an op, the op that it should directly follow, because the runtime fuses the two.
         again: For an op that a leaner one can stand in for when it runs again: the tensors that the
@@ -47,6 +47,8 @@ class OpGraph:
             only, the same to the bit; the others stay as the first run made them.
         first_last: Ops that allocate their first output after the others.
         list_blocks: Tensor -> sizes in bytes of the blocks that it consists of, for a list of tensors.
+        passes: int64 (ops,). The forward and backward pass, of several in turn, that the op belongs to; no less than
+            for any op that it depends on. Defaults to one pass.
     """
 
     names: tuple[str, ...]
@@ -66,6 +68,11 @@ class OpGraph:
     again: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     first_last: frozenset[int] = frozenset()
     list_blocks: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    passes: np.ndarray | None = None
+
+    def __post_init__(self):
+        if self.passes is None:
+            object.__setattr__(self, "passes", np.zeros(len(self.names), dtype=np.int64))
 
     def read_by(self, op: int, *, again: bool) -> tuple[int, ...]:
         """The tensors that an op reads when it runs for the first time, or again."""

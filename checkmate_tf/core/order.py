@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -47,6 +48,7 @@ def permute_graph(graph: OpGraph, order: Sequence[int]) -> OpGraph:
         pairs={place[b]: place[a] for b, a in graph.pairs.items()},
         again={place[op]: reads for op, reads in graph.again.items()},
         first_last=frozenset(place[op] for op in graph.first_last),
+        passes=graph.passes[order],
     )
 
 
@@ -60,9 +62,9 @@ def _places(order: np.ndarray) -> np.ndarray:
 def low_peak_order(graph: OpGraph, *, settle: bool) -> list[int]:
     """An order that runs each update right after its gradient.
 
-    Forward ops come first, in their original order. Among gradient ops, those that lead to one
-    update and nothing else go as soon as they can, so that the gradient dies early; an op that the
-    runtime fuses with another goes right behind it.
+    One pass comes after the other, and in each forward ops first, in their original order. Among
+    gradient ops, those that lead to one update and nothing else go as soon as they can, so that the
+    gradient dies early; an op that the runtime fuses with another goes right behind it.
 
     Args:
         graph: The step, in its original order.
@@ -72,23 +74,25 @@ def low_peak_order(graph: OpGraph, *, settle: bool) -> list[int]:
     """
     leads_to_one_update = _leads_to_one_update(graph)
 
-    def priority(op: int) -> tuple[int, int, float]:
-        if not graph.is_gradient[op]:
-            return (0, 1, op)
+    passes, is_gradient = graph.passes.tolist(), graph.is_gradient.tolist()
+
+    def priority(op: int) -> tuple[int, int, int, int]:
+        if not is_gradient[op]:
+            return (passes[op], 0, 1, op)
         if op in graph.pairs:
-            return (1, -2, op)
+            return (passes[op], 1, -2, op)
         if graph.once[op]:
-            return (1, -1, op)
-        return (1, 0 if leads_to_one_update[op] else 1, op)
+            return (passes[op], 1, -1, op)
+        return (passes[op], 1, 0 if leads_to_one_update[op] else 1, op)
 
     order = _topological(graph, range(graph.n), priority)
     if not settle:
         return order
-    num_forward = int(np.count_nonzero(~graph.is_gradient))
     paired = {*graph.pairs, *graph.pairs.values()}
     movable = ~(leads_to_one_update | graph.once)
     movable[list(paired)] = False
-    return order[:num_forward] + settled(graph, order[num_forward:], movable)
+    runs = [list(run) for _, run in itertools.groupby(order, key=is_gradient.__getitem__)]
+    return [op for run in runs for op in (settled(graph, run, movable) if is_gradient[run[0]] else run)]
 
 
 def ready_order(graph: OpGraph) -> list[int]:

@@ -15,7 +15,7 @@ from tensorflow.python.eager import wrap_function
 
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.lowering import device
-from checkmate_tf.lowering.creation import created, places
+from checkmate_tf.lowering.creation import created, no_later_than_readers, places
 from checkmate_tf.lowering.onednn import BIAS_GRADIENT, FILTER_GRADIENT
 from checkmate_tf.lowering.trace import TracedStep
 
@@ -30,7 +30,6 @@ _NO_STORAGE = frozenset({tf.resource, tf.variant, tf.string})
 # per element of the first, and TensorFlow a number per byte of that.
 _RESERVED = {"FusedBatchNormV3": lambda _: 0, "_FusedBatchNormEx": lambda elements: -(-elements // 8)}
 _FIRST_LAST = frozenset({"_FusedBatchNormEx"})  # on a CPU, which has it with oneDNN only
-_EMPTY_LISTS = frozenset({"EmptyTensorList", "TensorListReserve"})
 _READS_ONLY = frozenset({"ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
 _ONEDNN_TYPES = (tf.float32, tf.bfloat16, tf.float16)
 
@@ -67,7 +66,9 @@ def extract(traced: TracedStep) -> ExtractedStep:
                 op.outputs[-1].set_shape(_reserved_by_gpu(on, tuple(x.shape), x.dtype, **attributes))
     reruns = {op: graph.get_operation_by_name(node.name) for op, node in traced.again.items()}
     when = created(traced.function, traced.stands_in)
-    ops = _original_order([op for op in graph.get_operations() if op not in reruns.values()], when)
+    ops = [op for op in graph.get_operations() if op not in reruns.values()]
+    gradients = _gradients(ops, when, traced)
+    ops = _original_order(ops, when)
     number = {op.name: k for k, op in enumerate(ops)}
     tensors = [t for op in ops for t in op.outputs]
     tensor_number = {t.name: k for k, t in enumerate(tensors)}
@@ -78,12 +79,14 @@ def extract(traced: TracedStep) -> ExtractedStep:
     tensor_bytes = np.array([size or 0 for size in sizes], dtype=np.int64)
     storage = _storage(ops, inputs, outputs)
     persistent = np.array([t.op.type in _PERSISTENT or t.dtype in _NO_STORAGE for t in tensors], dtype=bool)
-    is_gradient = _is_gradient(ops, number, when)
+    controls = _controls(ops, number, inputs, storage, outputs)
+    reads = [[number[t.op.name] for t in op.inputs] for op in ops]
+    is_gradient, passes = _passes(ops, gradients, reads, controls, traced)
     op_graph = OpGraph(
         names=tuple(op.name for op in ops),
         types=tuple(op.type for op in ops),
         inputs=inputs,
-        controls=_controls(ops, number, inputs, storage, outputs),
+        controls=controls,
         outputs=outputs,
         producer=np.array([number[t.op.name] for t in tensors], dtype=np.int64),
         tensor_bytes=tensor_bytes,
@@ -92,6 +95,7 @@ def extract(traced: TracedStep) -> ExtractedStep:
         takeover=((),) * len(ops),
         once=np.array([op.type not in _PERSISTENT and op.op_def.is_stateful for op in ops], dtype=bool),
         is_gradient=is_gradient,
+        passes=passes,
         results=tuple(tensor_number[name] for name in traced.fetches),
         pairs=_fused_pairs(ops, number) if on_cpu and device.onednn_is_on() else {},
         again={number[op]: tuple(tensor_number[t.name] for t in rerun.inputs) for op, rerun in reruns.items()},
@@ -137,8 +141,15 @@ def _original_order(ops: Sequence[tf.Operation], when: Mapping[str, int]) -> lis
     where the one it keeps was created late, all ops that read it would be late.
     """
     constants = {op.name: 0 for op in ops if op.type == "Const"}
-    place = places({op.name: [before.name for before in _dependencies(op)] for op in ops}, {**when, **constants})
+    dependencies = _names(ops)
+    known = {op.name: when[op.name] for op in ops if op.name in when} | constants
+    needed = no_later_than_readers(dependencies, known)
+    place = places(dependencies, {name: needed[name] for name in known})
     return sorted(ops, key=lambda op: place[op.name])
+
+
+def _names(ops: Sequence[tf.Operation]) -> dict[str, list[str]]:
+    return {op.name: [before.name for before in _dependencies(op)] for op in ops}
 
 
 def _dependencies(op: tf.Operation) -> list[tf.Operation]:
@@ -166,18 +177,59 @@ def _storage(ops, inputs, outputs) -> np.ndarray:
     return np.array(storage, dtype=np.int64)
 
 
-def _is_gradient(ops, number, when: Mapping[str, int]) -> np.ndarray:
-    """Ops that the gradient tape made, and all that depend on them or, having side effects, follow them.
+def _gradients(ops: Sequence[tf.Operation], when: Mapping[str, int], traced: TracedStep) -> set[str]:
+    """Names of the ops that are gradients, or made of them, in a graph whose ops may have others' names.
 
-    Empty lists do not count: the tape makes them for the forward pass of a loop to fill. An op that Grappler made
-    may be named after one that reads it: for a GPU, a convolution and its gradient share the transposed images.
+    An op that was traced is what it was there; one that Grappler made is what it reads. But where Grappler uses one op
+    for the forward pass and for the gradient, by whichever's name, forward ops read it, and it is none.
+
+    Args:
+        ops: Those of the simplified graph, in a topological order.
+        when: As `created` gives it.
+        traced: The step.
     """
-    gradient = np.zeros(len(ops), dtype=bool)
-    for k, op in enumerate(ops):
-        if op.inputs or op.control_inputs:
-            from_tape = "gradient_tape/" in op.name and op.name in when and op.type not in _EMPTY_LISTS
-            gradient[k] = from_tape or any(gradient[number[d.name]] for d in _dependencies(op))
-    return gradient
+    gradients: set[str] = set()
+    for op in ops:
+        if not op.inputs and not op.control_inputs:
+            continue
+        if op.name not in when:
+            known = any(t.op.name in gradients for t in op.inputs)
+        else:
+            known = traced.stands_in.get(op.name, op.name) in traced.passes.gradients
+        if known:
+            gradients.add(op.name)
+    for op in reversed(ops):
+        if op.name not in gradients:
+            gradients.difference_update(t.op.name for t in op.inputs)
+    return gradients
+
+
+def _passes(ops, gradients: set[str], inputs, controls, traced: TracedStep) -> tuple[np.ndarray, np.ndarray]:
+    """What OpGraph.is_gradient and OpGraph.passes are.
+
+    Ops that must wait for a gradient belong to its pass, too, but for those that a later loss depends on.
+
+    Args:
+        ops: In order.
+        gradients: As `_gradients` gives them.
+        inputs: For each op, those that it reads.
+        controls: For each op, those that it waits for.
+        traced: The step.
+    """
+    known, traced_as = traced.passes, {op.name: traced.stands_in.get(op.name, op.name) for op in ops}
+    numbers = {name: known.numbers[other] for name, other in traced_as.items() if other in known.numbers}
+    numbers = no_later_than_readers(_names(ops), numbers)
+    passes = np.array([numbers.get(op.name, 0) for op in ops], dtype=np.int64)
+    in_later_pass = (passes > 0) & [traced_as[op.name] in known.forward for op in ops]
+    for k in range(len(ops) - 1, -1, -1):
+        if in_later_pass[k]:
+            in_later_pass[inputs[k]] = True
+    is_gradient = np.array([op.name in gradients for op in ops], dtype=bool)
+    for k in range(len(ops)):
+        follows = inputs[k] if in_later_pass[k] else [*inputs[k], *controls[k]]
+        is_gradient[k] |= is_gradient[follows].any()
+        passes[k] = max(passes[k], passes[[*inputs[k], *controls[k]]].max(initial=0))
+    return is_gradient, passes
 
 
 def _controls(ops, number, inputs, storage, outputs) -> tuple[tuple[int, ...], ...]:

@@ -22,6 +22,7 @@ from checkmate_tf.lowering.branches import assign_in_place
 from checkmate_tf.lowering.calls import read_before_calls
 from checkmate_tf.lowering.creation import created, op_of
 from checkmate_tf.lowering.definitions import is_importable
+from checkmate_tf.lowering.differentiation import Passes, passes_of, watched
 from checkmate_tf.lowering.implementations.pooling import poolings_by_places
 from checkmate_tf.lowering.implementations.rewrite import Fired, rewrite
 from checkmate_tf.lowering.implementations.rule import Rule
@@ -44,6 +45,7 @@ class TracedStep:
         function: The concrete function of the unmodified step.
         graph_def: Its graph as Grappler left it. Inputs, outputs and control outputs of
             `function.graph` are still there by name.
+        passes: Which ops of `function.graph` are gradients, and which come before a loss.
         stands_in: Name of each op that a rule made -> name of the op of `function.graph` whose place it takes.
         fired: The rules and alternatives that were applied.
         offered: The alternatives that could be applied, those that were among them.
@@ -52,6 +54,7 @@ class TracedStep:
 
     function: tf.types.experimental.ConcreteFunction
     graph_def: graph_pb2.GraphDef
+    passes: Passes = dataclasses.field(default_factory=Passes)
     stands_in: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fired: tuple[Fired, ...] = ()
     offered: tuple[Fired, ...] = ()
@@ -109,14 +112,16 @@ def trace(
     Raises:
         StepError: The step itself fails.
     """
-    function = _traced(step, *args_spec)
+    with watched() as calls:
+        function = _traced(step, *args_spec)
     graph = function.graph
+    passes = passes_of(graph, calls)
     graph_def = graph.as_graph_def()
     reads = read_before_calls(graph_def, graph)
     if not rules and not alternatives:
         simplified = _simplify(function, graph_def, reads)
         _make_steady(simplified, function, {})
-        return TracedStep(function, simplified)
+        return TracedStep(function, simplified, passes)
     specs = {
         (op.name, k): tf.TensorSpec(t.shape, t.dtype) for op in graph.get_operations() for k, t in enumerate(op.outputs)
     } | {(name, 0): spec for name, spec in reads.items()}
@@ -129,7 +134,8 @@ def trace(
     _make_steady(simplified, function, rewritten.stands_in)
     poolings_by_places(simplified.node)
     again = leaner_reruns(simplified.node, on_cpu=on_cpu)
-    return TracedStep(function, simplified, rewritten.stands_in, rewritten.fired, rewritten.offered, again)
+    stands_in, fired, offered = rewritten.stands_in, rewritten.fired, rewritten.offered
+    return TracedStep(function, simplified, passes, stands_in, fired, offered, again)
 
 
 def _traced(step: Callable, *args_spec) -> tf.types.experimental.ConcreteFunction:

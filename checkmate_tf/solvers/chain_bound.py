@@ -65,7 +65,7 @@ def chain_bound(graph: Graph) -> ChainBound | None:
     First visits that leave more room than all later ones are not counted: what is left is a shorter chain.
     """
     forward = graph.num_forward
-    if not forward or branching_node(graph) is not None or not graph.recomputable[:forward].all():
+    if not forward or not graph.one_pass or branching_node(graph) is not None or not graph.recomputable[:forward].all():
         return None
     needed = needed_bytes(graph, gradients_once=True)
     visits = visiting_nodes(graph)

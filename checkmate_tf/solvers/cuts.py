@@ -1,20 +1,22 @@
-"""Schedules of graphs of any size in seconds: cuts through the forward pass, and the instant behind it.
+"""Schedules of graphs of any size in seconds: cuts through each forward pass, and the instant behind it.
 
-What is held over the end of the forward pass decides nearly all of the cost, and the program of
+What is held over the end of a forward pass decides nearly all of the cost, and the program of
 `solvers.instant` chooses it in a fraction of a second. It knows no other instant, though: it may drop
 one long stretch of a network, all of which would have to be there at once when it is computed again.
-So the values that cross some cuts through the forward pass are held in any case, and what lies
+So the values that cross some cuts through a forward pass are held in any case, and what lies
 between two cuts comes back when the backward pass gets there, each value where it is first needed.
 What that takes beside the rest is room that the program must not use: it is found by trial.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from checkmate_tf.core.graph import Graph
+from checkmate_tf.core.problem import Stop
 from checkmate_tf.solvers.base import Clock
 from checkmate_tf.solvers.instant import held_over
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, mask_of, spread
@@ -43,8 +45,8 @@ def cut_schedules(evaluator: Evaluator, budget_bytes: int, clock: Clock, until_s
             left_s = clock.left_until(until_s)
             if not left_s:
                 return
-            held = held_over(graph, graph.num_forward, int(inner), keep, left_s, clock.stop)
-            if held is None:
+            held = _held_over_each(graph, int(inner), keep, left_s, clock.stop)
+            if any(over is None for over in held.values()):
                 break
             schedule = _backward_in_one(evaluator, held)
             yield schedule
@@ -55,30 +57,44 @@ def cut_schedules(evaluator: Evaluator, budget_bytes: int, clock: Clock, until_s
 
 
 def crossing_values(graph: Graph, segments: int) -> np.ndarray:
-    """bool (n,). Values that the forward pass hands on from one of its segments to a later one.
+    """bool (n,). Values that a forward pass hands on from one of its segments to a later one.
 
     Each cut is where the fewest bytes cross, of the places near the end of one of `segments` equal parts.
     """
-    forward = graph.num_forward
-    last_use = np.array(
-        [max((u for u in users if u < forward), default=i) for i, users in enumerate(graph.users[:forward])]
-    )
-    change = np.zeros(forward + 1, np.int64)
-    change[:forward] += graph.out_bytes[:forward]
-    np.subtract.at(change, last_use, graph.out_bytes[:forward])
-    crossing = np.cumsum(change)[:forward]
     keep = np.zeros(graph.n, bool)
-    ends = np.linspace(0, forward, segments + 1).astype(int)[1:-1]
-    near = max(1, forward // (2 * segments))
-    for end in ends:
-        first = max(0, end - near)
-        cut = first + int(crossing[first : end + near].argmin())
-        keep[np.nonzero(last_use[: cut + 1] > cut)[0]] = True
+    for run in graph.forward_runs:
+        keep |= _crossing(graph, *run, segments)
     return keep
 
 
-def _backward_in_one(evaluator: Evaluator, held: np.ndarray) -> StagedSchedule:
+def _crossing(graph: Graph, first: int, end: int, segments: int) -> np.ndarray:
+    nodes = range(first, end)
+    last_use = np.array([max((u for u in graph.users[i] if u < end), default=i) for i in nodes]) - first
+    sizes = graph.out_bytes[first:end]
+    change = np.zeros(len(nodes) + 1, np.int64)
+    change[:-1] += sizes
+    np.subtract.at(change, last_use, sizes)
+    crossing = np.cumsum(change)[:-1]
+    keep = np.zeros(graph.n, bool)
+    near = max(1, len(nodes) // (2 * segments))
+    for stop in np.linspace(0, len(nodes), segments + 1).astype(int)[1:-1]:
+        start = max(0, stop - near)
+        cut = start + int(crossing[start : stop + near].argmin())
+        keep[first + np.nonzero(last_use[: cut + 1] > cut)[0]] = True
+    return keep
+
+
+def _held_over_each(
+    graph: Graph, inner_bytes: int, keep: np.ndarray, limit_s: float, stop: Stop | None
+) -> dict[int, np.ndarray | None]:
+    """The gradient node behind each forward pass -> what to hold over it."""
+    ends = [end for _, end in graph.forward_runs if end < graph.n]
+    return {end: held_over(graph, end, inner_bytes, keep, limit_s / len(ends), stop) for end in ends}
+
+
+def _backward_in_one(evaluator: Evaluator, held: Mapping[int, np.ndarray]) -> StagedSchedule:
     """Holds these values, and each other one from where the backward pass first needs it."""
-    graph = evaluator.graph
-    blocks = [(0, graph.num_forward), (graph.num_forward, graph.n)]
-    return spread(evaluator, evaluator.evaluate(blocks, [0, mask_of(np.nonzero(held)[0])]))
+    edges = sorted({0, evaluator.graph.n, *(edge for run in evaluator.graph.forward_runs for edge in run)})
+    blocks = list(itertools.pairwise(edges))
+    masks = [mask_of(np.nonzero(held[first])[0]) if first in held else (1 << first) - 1 for first, _ in blocks]
+    return spread(evaluator, evaluator.evaluate(blocks, masks))

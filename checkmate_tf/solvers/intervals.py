@@ -7,7 +7,7 @@ s > v. An interval ends with its last use. Every input of a run lies in one acti
 share the memory of a moment by one cumulative constraint.
 
 What is left out: nodes that are computed more than C times and, in graphs with a backward pass,
-recomputation in the forward pass and of gradient nodes. A bound holds for that model.
+recomputation inside forward passes and of gradient nodes. A bound holds for that model.
 
 References:
     Bartan et al., MOCCASIN: Efficient Tensor Rematerialization for Neural Networks, ICML 2023.
@@ -135,6 +135,8 @@ class _Program:
         self._steps = _COST_STEPS / (graph.total_cost or 1.0)
         self._horizon = self._moment(graph.n, 0)
         self._last_stage = _last_stages(graph)
+        self._may_rerun = graph.is_gradient | (not graph.is_gradient.any())
+        self._may_rerun[[first for first, _ in graph.forward_runs[1:]]] = True
         self.intervals = [self._intervals_of(v) for v in range(graph.n)]
         for v in range(graph.n):
             for c in range(len(self.intervals[v])):
@@ -165,10 +167,9 @@ class _Program:
             found.append(_Interval(start, end, active))
         return found
 
-    def _stages_of(self, v: int) -> range:
+    def _stages_of(self, v: int) -> list[int]:
         """The stages in which a node may run again."""
-        first = self.graph.num_forward if self.graph.is_gradient.any() else 0
-        return range(max(v + 1, first), self._last_stage[v] + 1)
+        return [s for s in range(v + 1, self._last_stage[v] + 1) if self._may_rerun[s]]
 
     def _inputs(self, v: int, c: int) -> None:
         """Each input of a run lies in an interval that started before and has not ended."""

@@ -18,12 +18,13 @@ class Restrictions:
     Attributes:
         window: Recompute only within this many hops above what a stage's block reads; None: anywhere.
         merge: Gradient nodes that read no forward value share the stage before them.
-        nostore: Never hold a value whose only user is a forward node with at most its bytes.
+        nostore: Never hold a value whose only user is a forward node of the same pass with at most its bytes.
         used_at_once: Recompute only what the stage uses, nothing just to hand it on. It holds for bounds and
             guides; the search does not keep to it.
         most_stages: Runs of gradient nodes share a stage, so that there are at most so many; None: they do not.
-        forward_once: Recompute forward nodes in the backward pass only, gradient nodes never; off,
-            every node has a stage and any node may be recomputed (Checkmate's own model).
+        forward_once: Recompute forward nodes in backward passes and ahead of later forward passes only,
+            gradient nodes never; off, every node has a stage and any node may be recomputed (Checkmate's own
+            model).
     """
 
     window: int | None = None
@@ -124,9 +125,11 @@ def _window(deps: Sequence[int], start: int, allowed: int, skipped: int, hops: i
 
 
 def _never_held(graph: Graph, recomputable: np.ndarray) -> np.ndarray:
-    """Values whose only user is a recomputable forward node with at most their bytes."""
+    """Values whose only user is a recomputable forward node of the same pass with at most their bytes."""
     never = np.zeros(graph.n, bool)
+    gradients = np.cumsum(graph.is_gradient)  # as many before two nodes of one pass
     for j, users in enumerate(graph.users):
         if recomputable[j] and len(users) == 1 and recomputable[users[0]] and not graph.is_gradient[users[0]]:
-            never[j] = graph.out_bytes[users[0]] <= graph.out_bytes[j]
+            same_pass = gradients[users[0]] == gradients[j]
+            never[j] = same_pass and graph.out_bytes[users[0]] <= graph.out_bytes[j]
     return never

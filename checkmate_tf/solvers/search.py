@@ -202,7 +202,7 @@ class Search:
     def _free(self, kind: str, x: np.ndarray, random: np.random.Generator) -> np.ndarray | None:
         """The decisions that a neighborhood leaves free; None where the relaxation has no solution."""
         if kind == "nodes":
-            return self._window(self._model.node_of, self._model.graph.num_forward, self._sizes.nodes, random)
+            return self._window(self._model.node_of, self._model.graph.forward_end, self._sizes.nodes, random)
         if kind == "stages":
             return self._stage_window(random)
         target = self._relaxed_x if kind == "relaxed" else self._guide(x, random)
@@ -241,7 +241,7 @@ class Search:
         elif fits:
             by_node = random.random() < 0.5
             position = model.node_of if by_node else model.stage_of
-            count = model.graph.num_forward if by_node else model.scope.num_stages
+            count = model.graph.forward_end if by_node else model.scope.num_stages
             fixed = ~self._window(position, count, 0.5, random), x
         began = time.perf_counter()
         limit_s = min(self._round_limit_s, self._clock.left_s)

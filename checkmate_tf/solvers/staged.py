@@ -2,8 +2,8 @@
 
 A *stage* first recomputes, in index order, what its block needs and does not find held, and then
 runs its block, a run of consecutive nodes that execute for the first time. One stage per node is
-Checkmate's frontier-advancing form; one stage for the whole forward pass followed by one per
-gradient block is the form of the stage model. Sets of nodes are Python integers used as bit sets
+Checkmate's frontier-advancing form; one stage for each forward pass followed by one per gradient
+block is the form of the stage model. Sets of nodes are Python integers used as bit sets
 (bit i is node i), so a schedule is evaluated in time proportional to the computations it runs.
 
 References:
@@ -59,25 +59,40 @@ def node_blocks(n: int) -> tuple[tuple[int, int], ...]:
 
 
 def gradient_blocks(graph: Graph, *, merge: bool, most: int | None = None) -> tuple[tuple[int, int], ...]:
-    """The forward pass as one block, then one block per gradient node.
+    """Each run of forward nodes as one block, one block per gradient node.
 
     Args:
-        graph: With at least one forward node.
-        merge: Gradient nodes that read no forward value join the block before them.
-        most: Gradient blocks that follow one another are then joined until there are at most so many.
+        graph: To plan.
+        merge: Gradient nodes that read no forward value join the gradient block before them.
+        most: Gradient blocks that follow one another are then joined until there are about so many.
     """
-    first = graph.num_forward
-    blocks = [(0, first)]
-    for k in range(first, graph.n):
-        reads_forward = bool(graph.deps[k]) and graph.deps[k][0] < first
-        if merge and len(blocks) > 1 and not reads_forward:
+    runs = graph.forward_runs
+    starts = [*(first for first, _ in runs), graph.n]
+    most_behind = None if most is None else -(-most // max(1, len(runs)))
+    blocks = _gradient_run(graph, 0, starts[0], merge=merge)
+    for (first, end), following in zip(runs, starts[1:], strict=True):
+        behind = _gradient_run(graph, end, following, merge=merge)
+        blocks += [(first, end), *_joined(behind, most_behind)]
+    return tuple(blocks)
+
+
+def _gradient_run(graph: Graph, first: int, end: int, *, merge: bool) -> list[tuple[int, int]]:
+    """Blocks of successive gradient nodes."""
+    blocks: list[tuple[int, int]] = []
+    for k in range(first, end):
+        reads_forward = any(not graph.is_gradient[dep] for dep in graph.deps[k])
+        if merge and blocks and not reads_forward:
             blocks[-1] = (blocks[-1][0], k + 1)
         else:
             blocks.append((k, k + 1))
-    if most is not None and len(blocks) - 1 > most:
-        cuts = np.linspace(1, len(blocks), most + 1).round().astype(int)
-        blocks[1:] = [(blocks[a][0], blocks[b - 1][1]) for a, b in itertools.pairwise(cuts)]
-    return tuple(blocks)
+    return blocks
+
+
+def _joined(blocks: list[tuple[int, int]], most: int | None) -> list[tuple[int, int]]:
+    if most is None or len(blocks) <= most:
+        return blocks
+    cuts = np.linspace(0, len(blocks), most + 1).round().astype(int)
+    return [(blocks[a][0], blocks[b - 1][1]) for a, b in itertools.pairwise(cuts)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -242,11 +257,13 @@ class Evaluator:
 
 def spread(evaluator: Evaluator, schedule: StagedSchedule) -> StagedSchedule:
     """The same computations with one stage per gradient node: each value is recomputed where it is first needed."""
-    deps = evaluator.deps
-    blocks, held = [schedule.blocks[0]], [schedule.held[0]]
-    stages = zip(schedule.blocks, schedule.held, schedule.recomputed, strict=True)
-    next(stages)
-    for (first, end), present, waiting in stages:
+    deps, forward_runs = evaluator.deps, set(evaluator.graph.forward_runs)
+    blocks, held = [], []
+    for (first, end), present, waiting in zip(schedule.blocks, schedule.held, schedule.recomputed, strict=True):
+        if (first, end) in forward_runs:
+            blocks.append((first, end))
+            held.append(present)
+            continue
         for k in range(first, end):
             blocks.append((k, k + 1))
             held.append(present)

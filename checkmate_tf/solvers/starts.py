@@ -31,10 +31,14 @@ def start_schedules(evaluator: Evaluator) -> Iterator[StagedSchedule]:
 
     The families of all registered baselines are among them, but for revolve's schedule with a single slot on
     deep networks. So a search that begins here and is given the time for them is never worse than a baseline.
+    These are for one pass; with more there is only little stored.
     """
     yield evaluator.store_all
     graph = evaluator.graph
-    if 1 < graph.num_forward < graph.n:
+    if not graph.one_pass:
+        if graph.n <= _LARGE:
+            yield from lookahead_schedules(evaluator)
+    elif 1 < graph.num_forward < graph.n:
         baselines = _ON_OTHERS if branching_node(graph) is not None else _ON_CHAINS
         families = [baseline(graph).schedules(evaluator) for baseline in baselines]
         families += [revolve_schedules(evaluator), equal_segments(evaluator)]
@@ -83,9 +87,9 @@ def equal_segments(evaluator: Evaluator) -> Iterator[StagedSchedule]:
 
 def lookahead_schedules(evaluator: Evaluator) -> Iterator[StagedSchedule]:
     """Little stored, with every look-ahead."""
-    forward = evaluator.graph.num_forward
-    for segments in np.unique([1, *np.geomspace(4, forward, 4).round()]).astype(int):
-        checkpoints = uniform_checkpoints(range(forward), int(segments))
+    forward = np.flatnonzero(~evaluator.graph.is_gradient).tolist()
+    for segments in np.unique([1, *np.geomspace(4, len(forward), 4).round()]).astype(int):
+        checkpoints = uniform_checkpoints(forward, int(segments))
         for stages in _LOOKAHEAD:
             yield lookahead_schedule(evaluator, checkpoints, stages)
 
@@ -97,14 +101,21 @@ def lookahead_schedule(evaluator: Evaluator, checkpoints: list[int], stages: int
     dearest schedule, and of those in this order close to the smallest.
     """
     graph = evaluator.graph
-    forward = graph.num_forward
-    always = mask_of(checkpoints) | (1 << graph.n) - (1 << forward)
+    always = mask_of([*checkpoints, *np.flatnonzero(graph.is_gradient)])
     blocks = gradient_blocks(graph, merge=False)
-    read = [evaluator.deps[first] for first, _ in blocks]
-    held = [0]
-    for t in range(1, len(blocks)):
+    read = [_read_by(evaluator, first, end) for first, end in blocks]
+    held = []
+    for t in range(len(blocks)):
         soon = 0
         for mask in read[t : t + stages]:
             soon |= mask
         held.append(always | soon)
     return evaluator.evaluate(blocks, held)
+
+
+def _read_by(evaluator: Evaluator, first: int, end: int) -> int:
+    """The bit set of what some successive nodes read of earlier ones."""
+    read = 0
+    for mask in evaluator.deps[first:end]:
+        read |= mask
+    return read & (1 << first) - 1
