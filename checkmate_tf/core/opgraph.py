@@ -14,7 +14,7 @@ CONTROL_FLOW = frozenset({"While", "StatelessWhile", "If", "StatelessIf", "Case"
 """TensorFlow's types of the ops that run other graphs, as often as they find."""
 
 OUTPUTS = 0
-"""Among the blocks of an op's workspace: here it asks for its outputs."""
+"""Among an op's requests: here it asks for its outputs."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -165,16 +165,18 @@ class Costs:
         workspace_bytes: int64 (ops,). Scratch in use while the op runs, beside inputs and outputs.
         again_s: float64 (ops,). Seconds of each later run. Defaults to those of the first.
         busy: float64 (ops,). Share of the device that the op keeps busy, from 0 to 1. Defaults to all of it.
-        blocks: Op -> sizes in bytes of the blocks that its workspace consists of, where these are several or come
-            before its outputs: the allocator may round each. They are in the order in which it asks for them, behind
-            its outputs but for those in front of an `OUTPUTS`.
+        requests: Op -> what it asks of the allocator beside its outputs while it runs, in order, where that is more
+            than one block of its workspace behind them: the allocator may round each block, and what is given back
+            in between is where the next one comes to lie. A size in bytes asks for a block, -k gives back the k-th
+            block that the op has asked for, counted from 1, and `OUTPUTS` stands where it asks for its outputs: before
+            all else where it is left out. What it still has, it gives back when it ends.
     """
 
     time_s: np.ndarray
     workspace_bytes: np.ndarray
     again_s: np.ndarray | None = None
     busy: np.ndarray | None = None
-    blocks: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    requests: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if self.again_s is None:

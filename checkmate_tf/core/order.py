@@ -41,7 +41,7 @@ def permute(graph: OpGraph, costs: Costs, order: Sequence[int]) -> tuple[OpGraph
     )
     return permuted, Costs(
         *(values[order] for values in (costs.time_s, costs.workspace_bytes, costs.again_s, costs.busy)),
-        blocks={place[op]: sizes for op, sizes in costs.blocks.items()},
+        requests={place[op]: asked for op, asked in costs.requests.items()},
     )
 
 

@@ -58,6 +58,10 @@ class Memory:
             event_tensor=self.event_tensor[chosen],
         )
 
+    def without_workspace(self) -> Memory:
+        """The same with the events of tensors only."""
+        return self.with_events(self.event_tensor != _WORKSPACE)
+
     def large_events(self, least_bytes: int) -> np.ndarray:
         """bool (events,). Whether each event is of a buffer of at least that size."""
         large = np.unique(self.event_buffer[self.event_bytes >= max(1, least_bytes)])
@@ -88,7 +92,7 @@ def simulate(
     graph: OpGraph,
     plan: Plan,
     workspace_bytes: np.ndarray | None = None,
-    blocks: Mapping[int, Sequence[int]] | None = None,
+    requests: Mapping[int, Sequence[int]] | None = None,
 ) -> Memory:
     """Follows storage through a plan: allocations, takeovers, workspace and frees.
 
@@ -101,7 +105,7 @@ def simulate(
         plan: As `compile_plan` makes it.
         workspace_bytes: int64 (ops,). Extra bytes while each op runs; negative only in graphs of
             nodes, where it stands for a takeover. Defaults to 0.
-        blocks: As in `Costs`.
+        requests: As in `Costs`.
     """
     owned = graph.owned_bytes.tolist()
     storage = graph.storage.tolist()
@@ -114,17 +118,16 @@ def simulate(
     events: list[tuple[int, int, int, int]] = []
     buffers = live = 0
     repeats = plan.instance > 0
-    blocks, lists = blocks or {}, graph.list_blocks
+    requests, lists = requests or {}, graph.list_blocks
     for step, (op, sources) in enumerate(zip(plan.ops.tolist(), plan.sources, strict=True)):
         inputs, outputs = graph.read_by(op, again=repeats[step]), graph.made_by(op, again=repeats[step])
         owners = [home[source, t] for source, t in zip(sources, inputs, strict=True)]
         dying = {(s, graph.outputs[plan.ops[s]][k]) for s, k in plan.frees[step]}
         taken = _takeover(graph, op, inputs, owners, dying, owned)
-        asked = blocks.get(op, ())
-        early = asked[: asked.index(OUTPUTS)] if OUTPUTS in asked else ()
-        events += [(buffer, size, step, _WORKSPACE) for buffer, size in enumerate(early, buffers)]
-        scratch = buffers
-        buffers += len(early)
+        asked = requests.get(op, (workspace[op],) if workspace[op] > 0 else ())
+        before, behind, count = _own_events(asked, buffers, step) if asked else ((), (), 0)
+        events += before
+        buffers += count
         in_turn = [*enumerate(outputs)]
         if op in graph.first_last:
             in_turn = in_turn[1:] + in_turn[:1]
@@ -150,15 +153,7 @@ def simulate(
                 live += owned[t]
         held[step] = live
         in_use[step] = live + workspace[op]
-        if asked:
-            late = asked[len(early) + 1 :] if early else asked
-            events += [(buffer, size, step, _WORKSPACE) for buffer, size in enumerate(late, buffers)]
-            events += [(buffer, -size, step, _WORKSPACE) for buffer, size in enumerate(early, scratch)]
-            events += [(buffer, -size, step, _WORKSPACE) for buffer, size in enumerate(late, buffers)]
-            buffers += len(late)
-        elif workspace[op] > 0:
-            events += [(buffers, workspace[op], step, _WORKSPACE), (buffers, -workspace[op], step, _WORKSPACE)]
-            buffers += 1
+        events += behind
         for owner in sorted(dying):
             live -= owned[owner[1]]
             first, t = buffer_of.pop(owner), owner[1]
@@ -168,6 +163,33 @@ def simulate(
                 events.append((first, -owned[t], step, t))
     columns = np.array(events, dtype=np.int64).reshape(-1, 4)
     return Memory(in_use, held, *columns.T)
+
+
+def _own_events(requests: Sequence[int], first: int, step: int) -> tuple[list[tuple], list[tuple], int]:
+    """What an op does with blocks of its own: before it asks for its outputs, behind that; and how many they are.
+
+    Args:
+        requests: As in `Costs`.
+        first: Number of the first block.
+        step: That runs the op.
+    """
+    live: dict[int, int] = {}
+    before: list[tuple] = []
+    behind: list[tuple] = []
+    events = before if OUTPUTS in requests else behind
+    count = 0
+    for request in requests:
+        if request == OUTPUTS:
+            events = behind
+        elif request > 0:
+            live[first + count] = request
+            events.append((first + count, request, step, _WORKSPACE))
+            count += 1
+        else:
+            block = first - request - 1
+            events.append((block, -live.pop(block), step, _WORKSPACE))
+    behind += [(block, -size, step, _WORKSPACE) for block, size in live.items()]
+    return before, behind, count
 
 
 def _takeover(graph, op, inputs, owners, dying, owned) -> tuple[int, int] | None:

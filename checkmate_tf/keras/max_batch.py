@@ -315,7 +315,7 @@ class _Scaled:
         """Whether the unmodified step fits."""
         op_graph, costs = permute(*self._scaling.at(size), self._plain_order)
         plan = compile_plan(op_graph, range(op_graph.n))
-        memory = simulate(op_graph, plan, costs.workspace_bytes, costs.blocks)
+        memory = simulate(op_graph, plan, costs.workspace_bytes, costs.requests)
         peak = self._profiled.allocator_peak(memory, more_bytes=self._more_bytes(size))
         return peak is not None and peak <= budget_bytes
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import tensorflow as tf
 
-from checkmate_tf.core.opgraph import CONTROL_FLOW, OUTPUTS, Costs, OpGraph
+from checkmate_tf.core.opgraph import CONTROL_FLOW, Costs, OpGraph
 from checkmate_tf.lowering.arena import exact_chunks
 from checkmate_tf.lowering.branch_scratch import scratch_of_branches
 from checkmate_tf.lowering.device import counted_bytes, is_cpu, onednn_is_on, threads, uncounted_below_bytes, wait
@@ -23,7 +23,7 @@ from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.loops import measure_loops, with_lists
 from checkmate_tf.lowering.profile_cache import OpProfile, ProfileCache
 from checkmate_tf.lowering.rebuild import call_unoptimized
-from checkmate_tf.lowering.scratch import blocks_of, without_outputs
+from checkmate_tf.lowering.scratch import events_by_op, most_bytes, requests_of
 from checkmate_tf.lowering.single_op import ALONE, BEHIND_POOLING, known_value, nbytes, pooling_of, single_op, stand_in
 
 _log = logging.getLogger(__name__)
@@ -108,8 +108,7 @@ def profile(
                 _log.debug("cannot profile %s: %s", example[key], error)
                 alone.pop(key, None)
         with contextlib.suppress(tf.errors.OpError):
-            for key, blocks in _workspace_blocks(alone, cache.ops, device).items():
-                cache.ops[key] = dataclasses.replace(cache.ops[key], blocks=blocks)
+            cache.ops |= _with_requests(alone, cache.ops, device)
         for look in range(1, _LOOKS):
             for k, (key, op) in enumerate(alone.items()):
                 tell(look * len(to_measure) + k)
@@ -123,7 +122,7 @@ def profile(
     )
     unmeasured = [op for op in range(graph.n) if _is_large(step, op) and op not in profiles and op not in loops]
     scratch = scratch_of_branches(step, device)
-    profiles |= {op: OpProfile(held.time_s, (held.workspace_bytes,)) for op, held in loops.items()}
+    profiles |= {op: OpProfile(held.time_s, held.workspace_bytes) for op, held in loops.items()}
     graph = with_lists(graph, step, loops)
     op_graph, costs = _apply(graph, profiles, unmeasured, scratch, by_onednn=is_cpu(device) and onednn_is_on())
     op_graph, costs = _with_reruns(op_graph, costs, again)
@@ -239,7 +238,7 @@ class _Alone:
             if peak < extra + out[0] // 2:
                 takeover.append(k)
         workspace = extra - counted_bytes(self._device, out)
-        return self._with_time(OpProfile(0.0, (workspace,) if workspace > 0 else (), tuple(takeover)))
+        return self._with_time(OpProfile(0.0, max(0, workspace), tuple(takeover)))
 
     def run_once(self) -> None:
         """Runs the op, and no other beside what makes its inputs."""
@@ -292,26 +291,23 @@ class _Alone:
         return dataclasses.replace(seen, time_s=max(_SMALL_OP_S, self._seconds - pooling_s), busy=self._busy)
 
 
-def _workspace_blocks(
-    alone: Mapping[str, _Alone], seen: Mapping[str, OpProfile], device: str
-) -> dict[str, tuple[int, ...]]:
-    """Key -> the blocks of its workspace, for ops of which they are seen.
+def _with_requests(alone: Mapping[str, _Alone], seen: Mapping[str, OpProfile], device: str) -> dict[str, OpProfile]:
+    """Key -> what was measured of an op, with what it asks for while it runs, for ops of which that is seen.
 
-    They are what the op asks for. Its peak may count them as more, up to twice their size, where `exact_chunks` could
-    not be had or the blocks are small. What is below or beyond that has been seen of something else.
+    Its peak may count what it asks for as more, up to twice its size, where `exact_chunks` could not be had or the
+    blocks are small. What is below or beyond that has been seen of something else.
     """
-    large = {key: op for key, op in alone.items() if seen[key].workspace_bytes >= _SMALL_BYTES}
-    if not large:
-        return {}
-    asked = blocks_of({op.name: op.run_once for op in large.values()}, device)
+    events = events_by_op({op.name: op.run_once for op in alone.values()}, device)
     found = {}
-    for key, op in large.items():
-        everything = asked.get(op.name, ())
-        requested = without_outputs(everything, op.output_bytes)
-        blocks = [counted_bytes(device, [size]) for size in requested]
-        blocks = tuple(b for b, size in zip(blocks, requested, strict=True) if b or size == OUTPUTS)
-        if 0 <= seen[key].workspace_bytes - sum(blocks) <= counted_bytes(device, everything):
-            found[key] = blocks
+    for key, op in alone.items():
+        of_op = events.get(op.name, ())
+        asked = requests_of(of_op, op.output_bytes)
+        workspace_bytes = most_bytes(asked, counted_bytes(device, op.output_bytes))
+        everything = counted_bytes(device, [event.requested_bytes for event in of_op if not event.is_free])
+        if of_op and 0 <= seen[key].workspace_bytes - workspace_bytes <= everything:
+            found[key] = dataclasses.replace(
+                seen[key], workspace_bytes=workspace_bytes, requests=() if len(asked) == 1 else asked
+            )
     return found
 
 
@@ -374,14 +370,14 @@ def _apply(
     graph = dataclasses.replace(graph, storage=_follow(storage), takeover=tuple(takeover))
     if by_onednn:
         graph = _with_pooling_indices(graph, profiles, workspace)
-    several = {op: blocks for op, blocks in scratch.items() if len(blocks) > 1}
-    return graph, Costs(time_s, workspace, busy=busy, blocks=several | _blocks(profiles, workspace))
+    requests = {op: blocks for op, blocks in scratch.items() if len(blocks) > 1}
+    requests |= {op: seen.requests for op, seen in profiles.items() if _explains(seen, workspace[op])}
+    return graph, Costs(time_s, workspace, busy=busy, requests=requests)
 
 
-def _blocks(profiles: Mapping[int, OpProfile], workspace: np.ndarray) -> dict[int, tuple[int, ...]]:
-    """Op -> the blocks that were seen of it, where they are several and all of its workspace."""
-    several = {op: seen.blocks for op, seen in profiles.items() if len(seen.blocks) > 1}
-    return {op: sizes for op, sizes in several.items() if sum(sizes) == workspace[op]}
+def _explains(seen: OpProfile, workspace_bytes: int) -> bool:
+    """Whether what an op was seen to ask for is all of its workspace."""
+    return bool(seen.requests) and seen.workspace_bytes == workspace_bytes
 
 
 def _with_reruns(graph: OpGraph, costs: Costs, again: dict[int, OpProfile]) -> tuple[OpGraph, Costs]:
@@ -393,8 +389,9 @@ def _with_reruns(graph: OpGraph, costs: Costs, again: dict[int, OpProfile]) -> t
         if seen.time_s < costs.time_s[op] and taken == graph.takeover[op] and seen.alias is None:
             again_s[op], workspace[op] = seen.time_s, max(workspace[op], seen.workspace_bytes)
             kept[op] = graph.again[op]
-    blocks = {op: sizes for op, sizes in costs.blocks.items() if sum(sizes) == workspace[op]}
-    return dataclasses.replace(graph, again=kept), Costs(costs.time_s, workspace, again_s, costs.busy, blocks)
+    same = workspace == costs.workspace_bytes
+    requests = {op: asked for op, asked in costs.requests.items() if same[op]}
+    return dataclasses.replace(graph, again=kept), Costs(costs.time_s, workspace, again_s, costs.busy, requests)
 
 
 def _with_pooling_indices(graph: OpGraph, profiles: dict[int, OpProfile], workspace: np.ndarray) -> OpGraph:

@@ -425,7 +425,7 @@ class Planner:
 
     def _simulated(self, op_graph: OpGraph, costs: Costs, ops: Sequence[int]) -> Candidate:
         plan = compile_plan(op_graph, ops)
-        memory = simulate(op_graph, plan, costs.workspace_bytes, costs.blocks)
+        memory = simulate(op_graph, plan, costs.workspace_bytes, costs.requests)
         peak = self._allocator_peak(memory)
         return Candidate(
             op_graph=op_graph,

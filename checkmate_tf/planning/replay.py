@@ -45,7 +45,7 @@ def replay(
         return None
     ordered, ordered_costs = permute(op_graph, costs, [number[name] for name in candidate.op_graph.names])
     plan = compile_plan(ordered, candidate.plan.ops)
-    memory = simulate(ordered, plan, ordered_costs.workspace_bytes, ordered_costs.blocks)
+    memory = simulate(ordered, plan, ordered_costs.workspace_bytes, ordered_costs.requests)
     placer = Placer(Waiting(allocator_peak))
     placement = placer.place(memory, budget_bytes, base_bytes + memory.peak_bytes)
     placed = dataclasses.replace(
