@@ -36,7 +36,7 @@ class OpGraph:
         tensor_bytes: int64 (tensors,). Size of each tensor.
         storage: int64 (tensors,). The tensor that owns the storage of each tensor.
         persistent: bool (tensors,), for owners: held before, during and after the step.
-        takeover: For each op, the tensors that it reads whose storage its first output takes
+        takeover: For each op, the tensors that it reads whose storage one of its outputs takes
             over when they die there ("forwarding" in TensorFlow).
         once: bool (ops,). The op has side effects: it runs exactly once, in the original order.
         is_gradient: bool (ops,). The op depends on a gradient or belongs to an update.
@@ -47,6 +47,7 @@ class OpGraph:
             only, the same to the bit; the others stay as the first run made them.
         first_last: Ops that allocate their first output after the others.
         list_blocks: Tensor -> sizes in bytes of the blocks that it consists of, for a list of tensors.
+        taker: Op -> place among its outputs of the one that takes storage over, where that is not the first.
     """
 
     names: tuple[str, ...]
@@ -66,6 +67,11 @@ class OpGraph:
     again: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     first_last: frozenset[int] = frozenset()
     list_blocks: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    taker: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def taking(self, op: int) -> int:
+        """The tensor that takes storage over, of an op that can."""
+        return self.outputs[op][self.taker.get(op, 0)]
 
     def read_by(self, op: int, *, again: bool) -> tuple[int, ...]:
         """The tensors that an op reads when it runs for the first time, or again."""

@@ -38,6 +38,7 @@ def permute(graph: OpGraph, costs: Costs, order: Sequence[int]) -> tuple[OpGraph
         pairs={place[b]: place[a] for b, a in graph.pairs.items()},
         again={place[op]: reads for op, reads in graph.again.items()},
         first_last=frozenset(place[op] for op in graph.first_last),
+        taker={place[op]: output for op, output in graph.taker.items()},
     )
     return permuted, Costs(
         *(values[order] for values in (costs.time_s, costs.workspace_bytes, costs.again_s, costs.busy)),

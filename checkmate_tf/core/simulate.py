@@ -97,8 +97,8 @@ def simulate(
     """Follows storage through a plan: allocations, takeovers, workspace and frees.
 
     An op allocates its outputs and its workspace while its inputs are live; an output takes over
-    the storage of an input (no allocation) when that storage has the same size, dies at this step
-    and is read just once by it.
+    the storage of an input of its size (no allocation) when that storage dies at this step and is
+    read just once by it. Where the input is a part of a larger tensor, all of that lives on.
 
     Args:
         graph: The step.
@@ -110,7 +110,8 @@ def simulate(
     owned = graph.owned_bytes.tolist()
     storage = graph.storage.tolist()
     workspace = [0] * graph.n if workspace_bytes is None else np.asarray(workspace_bytes).tolist()
-    buffer_of: dict[tuple[int, int], int] = {}  # (step, owning tensor) -> buffer, the first where it has several
+    # (step, owning tensor) -> its buffer, the first where it has several; the tensor that this was made for
+    buffer_of: dict[tuple[int, int], tuple[int, int]] = {}
     home: dict[tuple[int, int], tuple[int, int]] = {}  # (step, tensor) -> (step, owning tensor)
     steps = len(plan)
     in_use = np.zeros(steps, dtype=np.int64)
@@ -123,15 +124,12 @@ def simulate(
         inputs, outputs = graph.read_by(op, again=repeats[step]), graph.made_by(op, again=repeats[step])
         owners = [home[source, t] for source, t in zip(sources, inputs, strict=True)]
         dying = {(s, graph.outputs[plan.ops[s]][k]) for s, k in plan.frees[step]}
-        taken = _takeover(graph, op, inputs, owners, dying, owned)
+        taken = _takeover(graph, op, inputs, owners, dying)
         asked = requests.get(op, (workspace[op],) if workspace[op] > 0 else ())
         before, behind, count = _own_events(asked, buffers, step) if asked else ((), (), 0)
         events += before
         buffers += count
-        in_turn = [*enumerate(outputs)]
-        if op in graph.first_last:
-            in_turn = in_turn[1:] + in_turn[:1]
-        for k, t in in_turn:
+        for t in (*outputs[1:], *outputs[:1]) if op in graph.first_last else outputs:
             if storage[t] != t:
                 same = (o for o, i in zip(owners, inputs, strict=True) if storage[i] == storage[t])
                 home[step, t] = next(same, (step, t))
@@ -139,28 +137,23 @@ def simulate(
             home[step, t] = (step, t)
             if not owned[t]:
                 continue
-            if k == 0 and taken is not None:
+            if taken is not None and t == graph.taking(op):
                 buffer_of[step, t] = buffer_of.pop(taken)
                 dying.discard(taken)
             else:
-                buffer_of[step, t] = buffers
-                if t in lists:
-                    events += [(buffer, size, step, t) for buffer, size in enumerate(lists[t], buffers)]
-                    buffers += len(lists[t])
-                else:
-                    events.append((buffers, owned[t], step, t))
-                    buffers += 1
+                buffer_of[step, t] = buffers, t
+                sizes = lists.get(t, (owned[t],))
+                events += [(buffer, size, step, t) for buffer, size in enumerate(sizes, buffers)]
+                buffers += len(sizes)
                 live += owned[t]
         held[step] = live
         in_use[step] = live + workspace[op]
         events += behind
         for owner in sorted(dying):
-            live -= owned[owner[1]]
-            first, t = buffer_of.pop(owner), owner[1]
-            if t in lists:
-                events += [(buffer, -size, step, t) for buffer, size in enumerate(lists[t], first)]
-            else:
-                events.append((first, -owned[t], step, t))
+            first, made_for = buffer_of.pop(owner)
+            live -= owned[made_for]
+            sizes = lists.get(made_for, (owned[made_for],))
+            events += [(buffer, -size, step, owner[1]) for buffer, size in enumerate(sizes, first)]
     columns = np.array(events, dtype=np.int64).reshape(-1, 4)
     return Memory(in_use, held, *columns.T)
 
@@ -192,13 +185,12 @@ def _own_events(requests: Sequence[int], first: int, step: int) -> tuple[list[tu
     return before, behind, count
 
 
-def _takeover(graph, op, inputs, owners, dying, owned) -> tuple[int, int] | None:
-    """The storage that the op's first output takes over, or None."""
-    if not graph.takeover[op]:
-        return None
+def _takeover(graph: OpGraph, op: int, inputs, owners, dying) -> tuple[int, int] | None:
+    """The storage that one of the op's outputs takes over, or None."""
     for t in graph.takeover[op]:
         owner = owners[inputs.index(t)]
-        if owner in dying and owners.count(owner) == 1 and owned[owner[1]] == owned[graph.outputs[op][0]]:
+        same_size = graph.tensor_bytes[t] == graph.tensor_bytes[graph.taking(op)]
+        if same_size and owner in dying and owners.count(owner) == 1:
             return owner
     return None
 
@@ -212,7 +204,7 @@ def working_set_bytes(graph: OpGraph) -> int:
     bound = 0
     for op in range(graph.n):
         inputs = sum(int(owned[t]) for t in graph.storage_inputs[op])
-        first = int(owned[graph.outputs[op][0]]) if graph.outputs[op] else 0
-        taken = first if any(owned[graph.storage[t]] == first for t in graph.takeover[op]) else 0
+        own = int(owned[graph.taking(op)]) if graph.takeover[op] else 0
+        taken = own if any(graph.tensor_bytes[t] == own for t in graph.takeover[op]) else 0
         bound = max(bound, inputs + int(out_bytes[op]) - taken)
     return bound

@@ -29,8 +29,9 @@ class OpProfile:
     Attributes:
         time_s: Seconds per run (least of several).
         workspace_bytes: Bytes beside inputs and outputs at its own peak.
-        takeover: Positions of the inputs whose storage the first output takes over when they die there.
-        alias: Position of the input whose storage the first output shares even when it lives on, or None.
+        takeover: Positions of the inputs whose storage an output takes over when they die there.
+        taker: Position of that output.
+        aliases: (position of an output, position of the input whose storage it shares even when that lives on).
         busy: Share of the device that it keeps busy, from 0 to 1.
         requests: As in `Costs`, where it was seen; empty if it asks for one block behind its outputs, or none.
     """
@@ -38,7 +39,8 @@ class OpProfile:
     time_s: float
     workspace_bytes: int = 0
     takeover: tuple[int, ...] = ()
-    alias: int | None = None
+    taker: int = 0
+    aliases: tuple[tuple[int, int], ...] = ()
     busy: float = 1.0
     requests: tuple[int, ...] = ()
 
@@ -106,16 +108,15 @@ def _entry(value: dict) -> OpProfile:
     Raises:
         ValueError: A number is missing or out of range.
     """
-    time_s, busy, alias = float(value["time_s"]), float(value["busy"]), value["alias"]
-    workspace_bytes = int(value["workspace_bytes"])
+    time_s, busy = float(value["time_s"]), float(value["busy"])
+    workspace_bytes, taker = int(value["workspace_bytes"]), int(value["taker"])
+    aliases = tuple((int(output), int(of)) for output, of in value["aliases"])
     requests, takeover = (tuple(int(k) for k in value[name]) for name in ("requests", "takeover"))
-    if not 0 <= time_s < 1e4 or not 0 <= busy <= 1 or min(*takeover, 0, 0) < 0:
+    if not 0 <= time_s < 1e4 or not 0 <= busy <= 1 or min(taker, *takeover, *sum(aliases, ())) < 0:
         raise ValueError(f"out of range: {value}")
     if not 0 <= workspace_bytes < _TOO_MUCH_BYTES or not _is_possible(requests):
         raise ValueError(f"out of range: {value}")
-    if alias is not None and (not isinstance(alias, int) or alias < 0):
-        raise ValueError(f"out of range: {value}")
-    return OpProfile(time_s, workspace_bytes, takeover, alias, busy, requests)
+    return OpProfile(time_s, workspace_bytes, takeover, taker, aliases, busy, requests)
 
 
 def _is_possible(requests: tuple[int, ...]) -> bool:

@@ -307,9 +307,14 @@ def break_file(path, how: str) -> None:
         '["takeover", [-1]]',
         '["takeover", [7]]',
         '["takeover", ["a"]]',
-        '["alias", 9]',
-        '["alias", -1]',
-        '["alias", "x"]',
+        '["taker", -1]',
+        '["taker", 7]',
+        '["aliases", 9]',
+        '["aliases", [[0]]]',
+        '["aliases", [[0, -1]]]',
+        '["aliases", [[0, 9]]]',
+        '["aliases", [[9, 0]]]',
+        '["aliases", [["x", 0]]]',
     ],
 )
 def test_a_broken_cache_is_ignored_with_a_warning(small_step, tmp_path, caplog, how):
