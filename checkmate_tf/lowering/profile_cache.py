@@ -112,7 +112,7 @@ def _entry(value: dict) -> OpProfile:
     workspace_bytes, taker = int(value["workspace_bytes"]), int(value["taker"])
     aliases = tuple((int(output), int(of)) for output, of in value["aliases"])
     requests, takeover = (tuple(int(k) for k in value[name]) for name in ("requests", "takeover"))
-    if not 0 <= time_s < 1e4 or not 0 <= busy <= 1 or min(taker, *takeover, *sum(aliases, ())) < 0:
+    if not 0 <= time_s < 1e4 or not 0 <= busy <= 1 or min((taker, *takeover, *sum(aliases, ()))) < 0:
         raise ValueError(f"out of range: {value}")
     if not 0 <= workspace_bytes < _TOO_MUCH_BYTES or not _is_possible(requests):
         raise ValueError(f"out of range: {value}")

@@ -31,7 +31,9 @@ def sum_in_pairs(graph_def: graph_pb2.GraphDef, created: Mapping[str, int]) -> N
     if not sums:
         return
     dependencies = {node.name: [op_of(name) for name in node.input] for node in graph_def.node}
-    place = places(dependencies, created)
+    # Of equal constants Grappler keeps one, maybe the last, and what reads it was created all the same.
+    constants = {node.name: 0 for node in graph_def.node if node.op == "Const"}
+    place = places(dependencies, {**created, **constants})
     for node in sums:
         terms = [name for name in node.input if not name.startswith("^")]
         dtype = tf.as_dtype(node.attr["T"].type)
