@@ -47,6 +47,8 @@ class OpGraph:
             only, the same to the bit; the others stay as the first run made them.
         first_last: Ops that allocate their first output after the others.
         list_blocks: Tensor -> sizes in bytes of the blocks that it consists of, for a list of tensors.
+        awaits: Op with which a chain of sums begins -> the ops that make the terms, for all of which the one sum in its
+            place would wait.
         taker: Op -> place among its outputs of the one that takes storage over, where that is not the first.
     """
 
@@ -67,6 +69,7 @@ class OpGraph:
     again: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     first_last: frozenset[int] = frozenset()
     list_blocks: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    awaits: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     taker: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def taking(self, op: int) -> int:

@@ -195,12 +195,18 @@ def _takeover(graph: OpGraph, op: int, inputs, owners, dying) -> tuple[int, int]
     return None
 
 
-def working_set_bytes(graph: OpGraph) -> int:
+def working_set_bytes(graph: OpGraph, uncounted_below_bytes: int = 0) -> int:
     """A lower bound on the peak of every plan: the most that one op's inputs and outputs take together.
 
     An output may take over one input's storage; workspace is left out.
+
+    Args:
+        graph: The step.
+        uncounted_below_bytes: Smaller tensors are in no statistics of the allocator.
     """
-    owned, out_bytes = graph.owned_bytes, graph.op_out_bytes
+    owned = np.where(graph.owned_bytes >= uncounted_below_bytes, graph.owned_bytes, 0)
+    out_bytes = np.zeros(graph.n, dtype=np.int64)
+    np.add.at(out_bytes, graph.producer, owned)
     bound = 0
     for op in range(graph.n):
         inputs = sum(int(owned[t]) for t in graph.storage_inputs[op])

@@ -94,6 +94,7 @@ def extract(traced: TracedStep) -> ExtractedStep:
         results=tuple(tensor_number[name] for name in traced.fetches),
         pairs=_fused_pairs(ops, number) if on_cpu and device.onednn_is_on() else {},
         again={number[op]: tuple(tensor_number[t.name] for t in rerun.inputs) for op, rerun in reruns.items()},
+        awaits={number[first]: tuple(number[term] for term in terms) for first, terms in traced.sums.items()},
         first_last=frozenset(number[op.name] for op in ops if on_cpu and op.type in _FIRST_LAST),
     )
     op_graph.check()
