@@ -70,24 +70,15 @@ def _lives(candidate: Candidate) -> Iterator[tuple[int, int, int]]:
     """(first step, last step, bytes) of each buffer but workspace, which lives within a step."""
     memory = candidate.memory
     born: dict[int, tuple[int, int]] = {}
-    events = zip(memory.event_buffer.tolist(), memory.event_bytes.tolist(), memory.event_step.tolist(), strict=True)
-    workspace = _workspace_buffers(memory)
+    lasting = memory.without_workspace()
+    events = zip(lasting.event_buffer.tolist(), lasting.event_bytes.tolist(), lasting.event_step.tolist(), strict=True)
     for buffer, nbytes, step in events:
-        if buffer in workspace:
-            continue
         if nbytes > 0:
             born[buffer] = step, nbytes
         else:
             yield born[buffer][0], step, born.pop(buffer)[1]
     for first, nbytes in born.values():
         yield first, len(candidate.plan) - 1, nbytes
-
-
-def _workspace_buffers(memory) -> set[int]:
-    """In a step with workspace, the buffer that is freed by the event right after its allocation."""
-    buffer, steps = memory.event_buffer, memory.event_step
-    with_workspace = (memory.in_use_bytes > memory.held_bytes)[steps]
-    return set(buffer[:-1][(buffer[:-1] == buffer[1:]) & with_workspace[:-1]].tolist())
 
 
 def _kind(candidate: Candidate, step: int) -> str:

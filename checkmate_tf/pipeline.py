@@ -93,8 +93,9 @@ class ProfiledStep:
         self.device = devices.name_of(self.traced.function.variables)
         constants = self.traced.constants_bytes
         self._large_constants = [size for size in constants if size >= _LARGE_CONSTANT_BYTES]
-        self._beside_bytes = _CALL_BYTES + devices.counted_bytes(self.device, constants)
-        self.reserve_bytes = _BUILD_BYTES + self._beside_bytes  # added to every predicted peak
+        self._beside_bytes = devices.counted_bytes(self.device, [_CALL_BYTES, *constants])
+        # Added to every predicted peak:
+        self.reserve_bytes = devices.counted_bytes(self.device, [_BUILD_BYTES]) + self._beside_bytes
         plain = simulate(op_graph, compile_plan(op_graph, range(op_graph.n)))
         self._room_bytes = int(_ROOM * plain.peak_bytes) + _MORE_ROOM_BYTES
         self._most_seats_bytes = max(_LEAST_SEATS_BYTES, int(_SEATS * plain.peak_bytes))
@@ -269,9 +270,12 @@ class ProfiledStep:
             return self.joint().minimum()
 
     def plain_peak_bytes(self) -> int:
-        """Predicted allocator peak of the unmodified step: ops run as they become ready."""
+        """Predicted allocator peak of the unmodified step: ops run as they become ready.
+
+        It is at least what a call takes, counted or not: a fraction of nothing would be no budget.
+        """
         if self._plain_peak_bytes is None:
-            self._plain_peak_bytes = self.unmodified().planner.unordered().peak_bytes
+            self._plain_peak_bytes = max(_CALL_BYTES, self.unmodified().planner.unordered().peak_bytes)
         return self._plain_peak_bytes
 
     def unmodified(self) -> ProfiledStep:

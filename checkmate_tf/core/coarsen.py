@@ -13,6 +13,9 @@ from checkmate_tf.core.grouping import LargeValues, group_ops
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.errors import GraphError
 
+_SMALL_BYTES = 1 << 16  # values below that are kept at most,
+_SMALL_SHARE = 0.005  # and only as many as hold this much of the step's most
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Coarse:
@@ -159,7 +162,27 @@ def _earliest_first(waits: list[set[int]]) -> list[int]:
     return order
 
 
-def coarsen(graph: OpGraph, costs: Costs, *, small_bytes: int, fixed_bytes: int) -> Coarse:
+def small_bytes_of(graph: OpGraph, uncounted_below_bytes: int = 0) -> int:
+    """Size below which a step's values are kept: together they hold a fraction of a percent of what it holds.
+
+    Args:
+        graph: The step in its order of execution.
+        uncounted_below_bytes: Values below that are in nobody's account, so they are kept in any case.
+    """
+    owned = graph.owned_bytes
+    held = _small_bytes_held(graph, (), np.where(owned >= uncounted_below_bytes, owned, 0))
+    small_bytes = _SMALL_BYTES
+    while small_bytes > max(1, uncounted_below_bytes):
+        counted = np.where((owned < small_bytes) & (owned >= uncounted_below_bytes), owned, 0)
+        if _small_bytes_held(graph, _large_values(graph, small_bytes, set()).members, counted) <= _SMALL_SHARE * held:
+            break
+        small_bytes //= 2
+    return max(small_bytes, uncounted_below_bytes)
+
+
+def coarsen(
+    graph: OpGraph, costs: Costs, *, small_bytes: int, fixed_bytes: int, uncounted_below_bytes: int = 0
+) -> Coarse:
     """Makes a planning graph of the ops that matter for memory.
 
     An op matters if it allocates at least `small_bytes`, or is a gradient op that reads such storage.
@@ -176,6 +199,7 @@ def coarsen(graph: OpGraph, costs: Costs, *, small_bytes: int, fixed_bytes: int)
         costs: Seconds and workspace of each op.
         small_bytes: Storage smaller than this is never worth a decision.
         fixed_bytes: Bytes held throughout the step.
+        uncounted_below_bytes: Smaller values are in nobody's account; at most `small_bytes`.
     """
     owned = graph.owned_bytes
     results = {int(graph.producer[graph.storage[t]]) for t in graph.results if owned[graph.storage[t]] >= small_bytes}
@@ -188,7 +212,7 @@ def coarsen(graph: OpGraph, costs: Costs, *, small_bytes: int, fixed_bytes: int)
         cost[-1] += costs.time_s.sum() - cost.sum()
     edges = {(node_of[d], k) for k, group in enumerate(groups) for op in group for d in large.reads[op]}
     edges |= {(node_of[op], len(groups) - 1) for op in results}  # the last node holds what the step returns
-    small = _small_bytes_held(graph, large.members, np.where(owned < small_bytes, owned, 0))
+    small = np.where((owned < small_bytes) & (owned >= uncounted_below_bytes), owned, 0)
     return Coarse(
         graph=Graph.build(
             cost=cost.clip(min=0.0),
@@ -198,7 +222,7 @@ def coarsen(graph: OpGraph, costs: Costs, *, small_bytes: int, fixed_bytes: int)
             workspace_bytes=[group.workspace_bytes for group in grouped],
             is_gradient=[graph.is_gradient[group[-1]] for group in groups],
             recomputable=[not graph.once[list(group)].any() for group in groups],
-            fixed_bytes=fixed_bytes + small,
+            fixed_bytes=fixed_bytes + _small_bytes_held(graph, large.members, small),
         ),
         groups=groups,
         op_graph=graph,

@@ -54,7 +54,7 @@ class LargeValues:
         graph = self.graph
         if not graph.takeover[op]:
             return set()
-        owned, own = graph.owned_bytes, graph.owned_bytes[graph.outputs[op][0]]
+        owned, own = graph.owned_bytes, graph.owned_bytes[graph.taking(op)]
         read = [int(graph.storage[t]) for t in graph.inputs[op]]
         taken = {int(graph.storage[t]) for t in graph.takeover[op]}
         makers = {int(graph.producer[t]) for t in taken if owned[t] == own and read.count(t) == 1}
@@ -151,7 +151,7 @@ class _Run:
         taken = {maker for maker in large.takes_over(op) if self._dies.get(maker) == op}
         if taken:
             del self._dies[taken.pop()]
-            self._held_bytes -= int(large.graph.owned_bytes[large.graph.outputs[op][0]])
+            self._held_bytes -= int(large.graph.owned_bytes[large.graph.taking(op)])
         self._held_bytes += out_bytes
         self.peak_bytes = max(self.peak_bytes, self._held_bytes + int(self._workspace_bytes[op]))
         # where a later forward pass reads a gradient, it may read it again

@@ -14,7 +14,7 @@ CONTROL_FLOW = frozenset({"While", "StatelessWhile", "If", "StatelessIf", "Case"
 """TensorFlow's types of the ops that run other graphs, as often as they find."""
 
 OUTPUTS = 0
-"""Among the blocks of an op's workspace: here it asks for its outputs."""
+"""Among an op's requests: here it asks for its outputs."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class OpGraph:
         tensor_bytes: int64 (tensors,). Size of each tensor.
         storage: int64 (tensors,). The tensor that owns the storage of each tensor.
         persistent: bool (tensors,), for owners: held before, during and after the step.
-        takeover: For each op, the tensors that it reads whose storage its first output takes
+        takeover: For each op, the tensors that it reads whose storage one of its outputs takes
             over when they die there ("forwarding" in TensorFlow).
         once: bool (ops,). The op has side effects: it runs exactly once, in the original order.
         is_gradient: bool (ops,). The op depends on a gradient or belongs to an update, and no later loss depends on it.
@@ -49,6 +49,9 @@ class OpGraph:
         list_blocks: Tensor -> sizes in bytes of the blocks that it consists of, for a list of tensors.
         passes: int64 (ops,). The forward and backward pass, of several in turn, that the op belongs to; no less than
             for any op that it depends on. Defaults to one pass.
+        awaits: Op with which a chain of sums begins -> the ops that make the terms, for all of which the one sum in its
+            place would wait.
+        taker: Op -> place among its outputs of the one that takes storage over, where that is not the first.
     """
 
     names: tuple[str, ...]
@@ -69,10 +72,16 @@ class OpGraph:
     first_last: frozenset[int] = frozenset()
     list_blocks: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     passes: np.ndarray | None = None
+    awaits: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    taker: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if self.passes is None:
             object.__setattr__(self, "passes", np.zeros(len(self.names), dtype=np.int64))
+
+    def taking(self, op: int) -> int:
+        """The tensor that takes storage over, of an op that can."""
+        return self.outputs[op][self.taker.get(op, 0)]
 
     def read_by(self, op: int, *, again: bool) -> tuple[int, ...]:
         """The tensors that an op reads when it runs for the first time, or again."""
@@ -172,16 +181,18 @@ class Costs:
         workspace_bytes: int64 (ops,). Scratch in use while the op runs, beside inputs and outputs.
         again_s: float64 (ops,). Seconds of each later run. Defaults to those of the first.
         busy: float64 (ops,). Share of the device that the op keeps busy, from 0 to 1. Defaults to all of it.
-        blocks: Op -> sizes in bytes of the blocks that its workspace consists of, where these are several or come
-            before its outputs: the allocator may round each. They are in the order in which it asks for them, behind
-            its outputs but for those in front of an `OUTPUTS`.
+        requests: Op -> what it asks of the allocator beside its outputs while it runs, in order, where that is more
+            than one block of its workspace behind them: the allocator may round each block, and what is given back
+            in between is where the next one comes to lie. A size in bytes asks for a block, -k gives back the k-th
+            block that the op has asked for, counted from 1, and `OUTPUTS` stands where it asks for its outputs: before
+            all else where it is left out. What it still has, it gives back when it ends.
     """
 
     time_s: np.ndarray
     workspace_bytes: np.ndarray
     again_s: np.ndarray | None = None
     busy: np.ndarray | None = None
-    blocks: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    requests: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if self.again_s is None:

@@ -21,7 +21,7 @@ def permute(graph: OpGraph, costs: Costs, order: Sequence[int]) -> tuple[OpGraph
     place = _places(order).tolist()
     return permute_graph(graph, order), Costs(
         *(values[order] for values in (costs.time_s, costs.workspace_bytes, costs.again_s, costs.busy)),
-        blocks={place[op]: sizes for op, sizes in costs.blocks.items()},
+        requests={place[op]: asked for op, asked in costs.requests.items()},
     )
 
 
@@ -49,6 +49,8 @@ def permute_graph(graph: OpGraph, order: Sequence[int]) -> OpGraph:
         again={place[op]: reads for op, reads in graph.again.items()},
         first_last=frozenset(place[op] for op in graph.first_last),
         passes=graph.passes[order],
+        awaits={place[op]: tuple(place[term] for term in terms) for op, terms in graph.awaits.items()},
+        taker={place[op]: output for op, output in graph.taker.items()},
     )
 
 
@@ -96,10 +98,11 @@ def low_peak_order(graph: OpGraph, *, settle: bool) -> list[int]:
 
 
 def ready_order(graph: OpGraph) -> list[int]:
-    """The order in which a runtime without control edges runs the ops: first ready, first run."""
-    missing = [len(deps) for deps in graph.deps]
+    """The order in which a runtime without control edges runs the unmodified step: first ready, first run."""
+    waits = [deps.union(graph.awaits.get(op, ())) for op, deps in enumerate(graph.deps)]
+    missing = [len(deps) for deps in waits]
     users: list[list[int]] = [[] for _ in range(graph.n)]
-    for op, deps in enumerate(graph.deps):
+    for op, deps in enumerate(waits):
         for dep in sorted(deps):
             users[dep].append(op)
     ready = collections.deque(op for op in range(graph.n) if not missing[op])

@@ -66,17 +66,18 @@ class BatchScaling:
         tensor_bytes = np.maximum(0, np.rint(self.op_graph.tensor_bytes + change)).astype(np.int64)
         factor = np.where(self.grows, rows / self.rows, 1.0)
         workspace = np.rint(self.costs.workspace_bytes * factor).astype(np.int64)
-        blocks = {op: _scaled(sizes, factor[op]) for op, sizes in self.costs.blocks.items()}
+        requests = {op: _scaled(asked, factor[op]) for op, asked in self.costs.requests.items()}
         lists = {
             t: _scaled(sizes, tensor_bytes[t] / max(1, self.op_graph.tensor_bytes[t]))
             for t, sizes in self.op_graph.list_blocks.items()
         }
-        costs = Costs(self.costs.time_s * factor, workspace, self.costs.again_s * factor, self.costs.busy, blocks)
+        costs = Costs(self.costs.time_s * factor, workspace, self.costs.again_s * factor, self.costs.busy, requests)
         return dataclasses.replace(self.op_graph, tensor_bytes=tensor_bytes, list_blocks=lists), costs
 
 
 def _scaled(sizes: Sequence[int], factor: float) -> tuple[int, ...]:
-    return tuple(np.rint(np.multiply(sizes, factor)).astype(np.int64).tolist())
+    """Sizes of blocks that grow; what is no size stays as it is."""
+    return tuple(max(1, round(size * factor)) if size > 0 else size for size in sizes)
 
 
 def one_more_forward_pass(op_graph: OpGraph, costs: Costs) -> float:

@@ -58,6 +58,10 @@ class Memory:
             event_tensor=self.event_tensor[chosen],
         )
 
+    def without_workspace(self) -> Memory:
+        """The same with the events of tensors only."""
+        return self.with_events(self.event_tensor != _WORKSPACE)
+
     def large_events(self, least_bytes: int) -> np.ndarray:
         """bool (events,). Whether each event is of a buffer of at least that size."""
         large = np.unique(self.event_buffer[self.event_bytes >= max(1, least_bytes)])
@@ -88,25 +92,26 @@ def simulate(
     graph: OpGraph,
     plan: Plan,
     workspace_bytes: np.ndarray | None = None,
-    blocks: Mapping[int, Sequence[int]] | None = None,
+    requests: Mapping[int, Sequence[int]] | None = None,
 ) -> Memory:
     """Follows storage through a plan: allocations, takeovers, workspace and frees.
 
     An op allocates its outputs and its workspace while its inputs are live; an output takes over
-    the storage of an input (no allocation) when that storage has the same size, dies at this step
-    and is read just once by it.
+    the storage of an input of its size (no allocation) when that storage dies at this step and is
+    read just once by it. Where the input is a part of a larger tensor, all of that lives on.
 
     Args:
         graph: The step.
         plan: As `compile_plan` makes it.
         workspace_bytes: int64 (ops,). Extra bytes while each op runs; negative only in graphs of
             nodes, where it stands for a takeover. Defaults to 0.
-        blocks: As in `Costs`.
+        requests: As in `Costs`.
     """
     owned = graph.owned_bytes.tolist()
     storage = graph.storage.tolist()
     workspace = [0] * graph.n if workspace_bytes is None else np.asarray(workspace_bytes).tolist()
-    buffer_of: dict[tuple[int, int], int] = {}  # (step, owning tensor) -> buffer, the first where it has several
+    # (step, owning tensor) -> its buffer, the first where it has several; the tensor that this was made for
+    buffer_of: dict[tuple[int, int], tuple[int, int]] = {}
     home: dict[tuple[int, int], tuple[int, int]] = {}  # (step, tensor) -> (step, owning tensor)
     steps = len(plan)
     in_use = np.zeros(steps, dtype=np.int64)
@@ -114,21 +119,17 @@ def simulate(
     events: list[tuple[int, int, int, int]] = []
     buffers = live = 0
     repeats = plan.instance > 0
-    blocks, lists = blocks or {}, graph.list_blocks
+    requests, lists = requests or {}, graph.list_blocks
     for step, (op, sources) in enumerate(zip(plan.ops.tolist(), plan.sources, strict=True)):
         inputs, outputs = graph.read_by(op, again=repeats[step]), graph.made_by(op, again=repeats[step])
         owners = [home[source, t] for source, t in zip(sources, inputs, strict=True)]
         dying = {(s, graph.outputs[plan.ops[s]][k]) for s, k in plan.frees[step]}
-        taken = _takeover(graph, op, inputs, owners, dying, owned)
-        asked = blocks.get(op, ())
-        early = asked[: asked.index(OUTPUTS)] if OUTPUTS in asked else ()
-        events += [(buffer, size, step, _WORKSPACE) for buffer, size in enumerate(early, buffers)]
-        scratch = buffers
-        buffers += len(early)
-        in_turn = [*enumerate(outputs)]
-        if op in graph.first_last:
-            in_turn = in_turn[1:] + in_turn[:1]
-        for k, t in in_turn:
+        taken = _takeover(graph, op, inputs, owners, dying)
+        asked = requests.get(op, (workspace[op],) if workspace[op] > 0 else ())
+        before, behind, count = _own_events(asked, buffers, step) if asked else ((), (), 0)
+        events += before
+        buffers += count
+        for t in (*outputs[1:], *outputs[:1]) if op in graph.first_last else outputs:
             if storage[t] != t:
                 same = (o for o, i in zip(owners, inputs, strict=True) if storage[i] == storage[t])
                 home[step, t] = next(same, (step, t))
@@ -136,61 +137,80 @@ def simulate(
             home[step, t] = (step, t)
             if not owned[t]:
                 continue
-            if k == 0 and taken is not None:
+            if taken is not None and t == graph.taking(op):
                 buffer_of[step, t] = buffer_of.pop(taken)
                 dying.discard(taken)
             else:
-                buffer_of[step, t] = buffers
-                if t in lists:
-                    events += [(buffer, size, step, t) for buffer, size in enumerate(lists[t], buffers)]
-                    buffers += len(lists[t])
-                else:
-                    events.append((buffers, owned[t], step, t))
-                    buffers += 1
+                buffer_of[step, t] = buffers, t
+                sizes = lists.get(t, (owned[t],))
+                events += [(buffer, size, step, t) for buffer, size in enumerate(sizes, buffers)]
+                buffers += len(sizes)
                 live += owned[t]
         held[step] = live
         in_use[step] = live + workspace[op]
-        if asked:
-            late = asked[len(early) + 1 :] if early else asked
-            events += [(buffer, size, step, _WORKSPACE) for buffer, size in enumerate(late, buffers)]
-            events += [(buffer, -size, step, _WORKSPACE) for buffer, size in enumerate(early, scratch)]
-            events += [(buffer, -size, step, _WORKSPACE) for buffer, size in enumerate(late, buffers)]
-            buffers += len(late)
-        elif workspace[op] > 0:
-            events += [(buffers, workspace[op], step, _WORKSPACE), (buffers, -workspace[op], step, _WORKSPACE)]
-            buffers += 1
+        events += behind
         for owner in sorted(dying):
-            live -= owned[owner[1]]
-            first, t = buffer_of.pop(owner), owner[1]
-            if t in lists:
-                events += [(buffer, -size, step, t) for buffer, size in enumerate(lists[t], first)]
-            else:
-                events.append((first, -owned[t], step, t))
+            first, made_for = buffer_of.pop(owner)
+            live -= owned[made_for]
+            sizes = lists.get(made_for, (owned[made_for],))
+            events += [(buffer, -size, step, owner[1]) for buffer, size in enumerate(sizes, first)]
     columns = np.array(events, dtype=np.int64).reshape(-1, 4)
     return Memory(in_use, held, *columns.T)
 
 
-def _takeover(graph, op, inputs, owners, dying, owned) -> tuple[int, int] | None:
-    """The storage that the op's first output takes over, or None."""
-    if not graph.takeover[op]:
-        return None
+def _own_events(requests: Sequence[int], first: int, step: int) -> tuple[list[tuple], list[tuple], int]:
+    """What an op does with blocks of its own: before it asks for its outputs, behind that; and how many they are.
+
+    Args:
+        requests: As in `Costs`.
+        first: Number of the first block.
+        step: That runs the op.
+    """
+    live: dict[int, int] = {}
+    before: list[tuple] = []
+    behind: list[tuple] = []
+    events = before if OUTPUTS in requests else behind
+    count = 0
+    for request in requests:
+        if request == OUTPUTS:
+            events = behind
+        elif request > 0:
+            live[first + count] = request
+            events.append((first + count, request, step, _WORKSPACE))
+            count += 1
+        else:
+            block = first - request - 1
+            events.append((block, -live.pop(block), step, _WORKSPACE))
+    behind += [(block, -size, step, _WORKSPACE) for block, size in live.items()]
+    return before, behind, count
+
+
+def _takeover(graph: OpGraph, op: int, inputs, owners, dying) -> tuple[int, int] | None:
+    """The storage that one of the op's outputs takes over, or None."""
     for t in graph.takeover[op]:
         owner = owners[inputs.index(t)]
-        if owner in dying and owners.count(owner) == 1 and owned[owner[1]] == owned[graph.outputs[op][0]]:
+        same_size = graph.tensor_bytes[t] == graph.tensor_bytes[graph.taking(op)]
+        if same_size and owner in dying and owners.count(owner) == 1:
             return owner
     return None
 
 
-def working_set_bytes(graph: OpGraph) -> int:
+def working_set_bytes(graph: OpGraph, uncounted_below_bytes: int = 0) -> int:
     """A lower bound on the peak of every plan: the most that one op's inputs and outputs take together.
 
     An output may take over one input's storage; workspace is left out.
+
+    Args:
+        graph: The step.
+        uncounted_below_bytes: Smaller tensors are in no statistics of the allocator.
     """
-    owned, out_bytes = graph.owned_bytes, graph.op_out_bytes
+    owned = np.where(graph.owned_bytes >= uncounted_below_bytes, graph.owned_bytes, 0)
+    out_bytes = np.zeros(graph.n, dtype=np.int64)
+    np.add.at(out_bytes, graph.producer, owned)
     bound = 0
     for op in range(graph.n):
         inputs = sum(int(owned[t]) for t in graph.storage_inputs[op])
-        first = int(owned[graph.outputs[op][0]]) if graph.outputs[op] else 0
-        taken = first if any(owned[graph.storage[t]] == first for t in graph.takeover[op]) else 0
+        own = int(owned[graph.taking(op)]) if graph.takeover[op] else 0
+        taken = own if any(graph.tensor_bytes[t] == own for t in graph.takeover[op]) else 0
         bound = max(bound, inputs + int(out_bytes[op]) - taken)
     return bound

@@ -18,6 +18,7 @@ from checkmate_tf.core.simulate import simulate, working_set_bytes
 from checkmate_tf.errors import ModelError, NoScheduleFound, PlanningError, is_out_of_memory
 from checkmate_tf.keras import batch, fingerprint
 from checkmate_tf.keras.train_step import PlannedTraining, checked_training
+from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering import effects
 from checkmate_tf.pipeline import ProfiledStep, Settings
 from checkmate_tf.planned_step import PlannedStep
@@ -314,14 +315,15 @@ class _Scaled:
         """Whether the unmodified step fits."""
         op_graph, costs = permute(*self._scaling.at(size), self._plain_order)
         plan = compile_plan(op_graph, range(op_graph.n))
-        memory = simulate(op_graph, plan, costs.workspace_bytes, costs.blocks)
+        memory = simulate(op_graph, plan, costs.workspace_bytes, costs.requests)
         peak = self._profiled.allocator_peak(memory, more_bytes=self._more_bytes(size))
         return peak is not None and peak <= budget_bytes
 
     def may_fit(self, size: int, budget_bytes: int) -> bool:
         """Whether what every schedule needs fits."""
         op_graph, _ = self._scaling.at(size)
-        return self._profiled.base_bytes + self._more_bytes(size) + working_set_bytes(op_graph) <= budget_bytes
+        least_bytes = working_set_bytes(op_graph, devices.uncounted_below_bytes(self._profiled.device))
+        return self._profiled.base_bytes + self._more_bytes(size) + least_bytes <= budget_bytes
 
     def _more_bytes(self, size: int) -> int:
         """What the batch takes beyond the one that is there."""

@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2
-from tensorflow.python.eager import wrap_function
 
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.lowering import device
 from checkmate_tf.lowering.creation import created, no_later_than_readers, places
 from checkmate_tf.lowering.onednn import BIAS_GRADIENT, FILTER_GRADIENT
+from checkmate_tf.lowering.shapes import imported
 from checkmate_tf.lowering.trace import TracedStep
 
 # Ops whose outputs are their inputs' storage under another name.
@@ -42,7 +41,7 @@ class ExtractedStep:
         traced: The step.
         graph: The simplified graph, imported.
         op_graph: The same ops in their original order.
-        unsized: Names of the ops with an output whose size is not known before it runs.
+        unsized: Names of the ops with an output whose size is not known before it runs, or only guessed.
     """
 
     traced: TracedStep
@@ -53,7 +52,7 @@ class ExtractedStep:
 
 def extract(traced: TracedStep) -> ExtractedStep:
     """Imports the simplified graph and describes it as an OpGraph."""
-    graph = _imported(traced)
+    graph, guessed = imported(traced)
     on = device.name_of(traced.function.variables)
     on_cpu = device.is_cpu(on)
     for op in graph.get_operations():
@@ -75,7 +74,8 @@ def extract(traced: TracedStep) -> ExtractedStep:
     inputs = tuple(tuple(tensor_number[t.name] for t in op.inputs) for op in ops)
     outputs = tuple(tuple(tensor_number[t.name] for t in op.outputs) for op in ops)
     sizes = [_tensor_bytes(t) for t in tensors]
-    unsized = tuple(dict.fromkeys(t.op.name for t, size in zip(tensors, sizes, strict=True) if size is None))
+    unknown = (t.op.name for t, size in zip(tensors, sizes, strict=True) if size is None)
+    unsized = tuple(dict.fromkeys([*guessed, *unknown]))
     tensor_bytes = np.array([size or 0 for size in sizes], dtype=np.int64)
     storage = _storage(ops, inputs, outputs)
     persistent = np.array([t.op.type in _PERSISTENT or t.dtype in _NO_STORAGE for t in tensors], dtype=bool)
@@ -99,6 +99,7 @@ def extract(traced: TracedStep) -> ExtractedStep:
         results=tuple(tensor_number[name] for name in traced.fetches),
         pairs=_fused_pairs(ops, number) if on_cpu and device.onednn_is_on() else {},
         again={number[op]: tuple(tensor_number[t.name] for t in rerun.inputs) for op, rerun in reruns.items()},
+        awaits={number[first]: tuple(number[term] for term in terms) for first, terms in traced.sums.items()},
         first_last=frozenset(number[op.name] for op in ops if on_cpu and op.type in _FIRST_LAST),
     )
     op_graph.check()
@@ -123,14 +124,6 @@ def _reserved_by_gpu(
             is_training=is_training,
         )
     return result.reserve_space_3.shape.as_list()
-
-
-def _imported(traced: TracedStep) -> tf.Graph:
-    """The simplified graph, and the leaner ops that nothing reads yet."""
-    graph_def = graph_pb2.GraphDef()
-    graph_def.CopyFrom(traced.graph_def)
-    graph_def.node.extend(traced.again.values())
-    return wrap_function.wrap_function(lambda: tf.graph_util.import_graph_def(graph_def, name=""), []).graph
 
 
 def _original_order(ops: Sequence[tf.Operation], when: Mapping[str, int]) -> list[tf.Operation]:

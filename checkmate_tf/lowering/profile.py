@@ -10,20 +10,29 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from checkmate_tf.core.opgraph import CONTROL_FLOW, OUTPUTS, Costs, OpGraph
+from checkmate_tf.core.opgraph import CONTROL_FLOW, Costs, OpGraph
 from checkmate_tf.lowering.arena import exact_chunks
 from checkmate_tf.lowering.branch_scratch import scratch_of_branches
-from checkmate_tf.lowering.device import counted_bytes, is_cpu, onednn_is_on, threads, uncounted_below_bytes, wait
+from checkmate_tf.lowering.device import (
+    counted_bytes,
+    in_use_bytes,
+    is_cpu,
+    onednn_is_on,
+    threads,
+    uncounted_below_bytes,
+    wait,
+)
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.loops import measure_loops, with_lists
 from checkmate_tf.lowering.profile_cache import OpProfile, ProfileCache
 from checkmate_tf.lowering.rebuild import call_unoptimized
-from checkmate_tf.lowering.scratch import blocks_of, without_outputs
+from checkmate_tf.lowering.rehearse import address
+from checkmate_tf.lowering.scratch import events_by_op, most_bytes, requests_of
 from checkmate_tf.lowering.single_op import ALONE, BEHIND_POOLING, known_value, nbytes, pooling_of, single_op, stand_in
 
 _log = logging.getLogger(__name__)
@@ -108,8 +117,7 @@ def profile(
                 _log.debug("cannot profile %s: %s", example[key], error)
                 alone.pop(key, None)
         with contextlib.suppress(tf.errors.OpError):
-            for key, blocks in _workspace_blocks(alone, cache.ops, device).items():
-                cache.ops[key] = dataclasses.replace(cache.ops[key], blocks=blocks)
+            cache.ops |= _with_requests(alone, cache.ops, device)
         for look in range(1, _LOOKS):
             for k, (key, op) in enumerate(alone.items()):
                 tell(look * len(to_measure) + k)
@@ -123,7 +131,7 @@ def profile(
     )
     unmeasured = [op for op in range(graph.n) if _is_large(step, op) and op not in profiles and op not in loops]
     scratch = scratch_of_branches(step, device)
-    profiles |= {op: OpProfile(held.time_s, (held.workspace_bytes,)) for op, held in loops.items()}
+    profiles |= {op: OpProfile(held.time_s, held.workspace_bytes) for op, held in loops.items()}
     graph = with_lists(graph, step, loops)
     op_graph, costs = _apply(graph, profiles, unmeasured, scratch, by_onednn=is_cpu(device) and onednn_is_on())
     op_graph, costs = _with_reruns(op_graph, costs, again)
@@ -159,8 +167,10 @@ def _is_large(step: ExtractedStep, op: int) -> bool:
 
 def _is_possible(step: ExtractedStep, name: str, seen: OpProfile) -> bool:
     """Whether the positions that a cached profile names exist."""
-    inputs = step.graph.get_operation_by_name(name).inputs
-    return max((*seen.takeover, -1 if seen.alias is None else seen.alias), default=-1) < len(inputs)
+    operation = step.graph.get_operation_by_name(name)
+    inputs = [*seen.takeover, *(k for _, k in seen.aliases)]
+    outputs = [seen.taker, *(output for output, _ in seen.aliases)]
+    return max(inputs, default=-1) < len(operation.inputs) and max(outputs) < len(operation.outputs)
 
 
 def _differs_by_process(step: ExtractedStep, name: str, device: str) -> bool:
@@ -220,35 +230,56 @@ class _Alone:
         """
         operation, arguments = self._operation, self._arguments()
         start = time.perf_counter()
-        _check_shapes(self._run_on(arguments), operation)
+        results = self._run_on(arguments)
+        _check_shapes(results, operation)
         self._is_long = time.perf_counter() - start > _LONG_S
+        on_cpu = is_cpu(self._device)
+        aliases = _aliases(results, arguments) if on_cpu else ()
+        del results
         pooling_bytes = self._peak_bytes(lambda: call_unoptimized(self._pool, [arguments[0]])) if self._pool else 0
-        extra = self._peak_bytes(lambda: self._run_on(arguments)) - pooling_bytes
+        peak = self._peak_bytes(lambda: self._run_on(arguments))
+        extra = peak - pooling_bytes
         self._take_time(arguments, 1 if self._is_long else _REPEATS)
-        out = self.output_bytes
-        uncounted = uncounted_below_bytes(self._device)
-        seen = out[0] >= max(uncounted, _SMALL_BYTES)
-        same_size = [k for k in arguments if seen and nbytes(operation.inputs[k]) == out[0]]
-        if len(out) == 1 and same_size and extra < out[0] // 2:
-            return self._with_time(OpProfile(0.0, alias=same_size[0]))
-        takeover = []
-        for k in same_size:
-            others = [value for j, value in arguments.items() if j != k]
-            run = single_op(self._node, operation, self._known, fresh=k)
-            peak = self._peak_bytes(lambda f=run, a=others: call_unoptimized(f, a)) - pooling_bytes
-            if peak < extra + out[0] // 2:
-                takeover.append(k)
+        out = self.made_bytes(aliases)
+        taker = int(np.argmax(out))
+        same_size = [k for k in arguments if _SMALL_BYTES <= out[taker] == nbytes(operation.inputs[k])]
+        if not on_cpu and len(out) == 1 and same_size and extra < out[0] // 2:
+            return self._with_time(OpProfile(0.0, aliases=((0, same_size[0]),)))
+        takeover = [k for k in same_size if self._takes_over(k, arguments, out[taker], peak)]
         workspace = extra - counted_bytes(self._device, out)
-        return self._with_time(OpProfile(0.0, (workspace,) if workspace > 0 else (), tuple(takeover)))
+        taker = taker if takeover else 0
+        return self._with_time(OpProfile(0.0, max(0, workspace), tuple(takeover), taker, aliases))
+
+    def _takes_over(self, k: int, arguments: Mapping[int, tf.Tensor], out_bytes: int, living_on_bytes: int) -> bool:
+        """Whether an output takes over the storage of input `k`, of its size, where that dies.
+
+        Args:
+            k: Position of the input.
+            arguments: Stand-ins by position.
+            out_bytes: Size of the output. Where that is not counted, the input is a part of a block that is: what takes
+                the part over keeps all of the block.
+            living_on_bytes: Peak of a run with inputs that live on, above what they take.
+        """
+        uncounted = uncounted_below_bytes(self._device)
+        parts = 1 if out_bytes >= uncounted else 1 + uncounted // out_bytes
+        run = single_op(self._node, self._operation, self._known, fresh=k, parts=parts)
+        others = [value for j, value in arguments.items() if j != k]
+        if parts == 1:
+            return self._peak_bytes(lambda: call_unoptimized(run, others)) < living_on_bytes + out_bytes // 2
+        before = in_use_bytes(self._device)
+        kept = call_unoptimized(run, others)
+        kept_bytes = in_use_bytes(self._device) - before
+        del kept
+        return kept_bytes >= parts * out_bytes
 
     def run_once(self) -> None:
         """Runs the op, and no other beside what makes its inputs."""
         self._run_on(self._arguments())
 
-    @property
-    def output_bytes(self) -> list[int]:
-        """Sizes of its outputs."""
-        return [nbytes(t) for t in self._operation.outputs]
+    def made_bytes(self, aliases: Sequence[tuple[int, int]]) -> list[int]:
+        """Sizes of its outputs; 0 for those that lie in the memory of an input."""
+        shared = {output for output, _ in aliases}
+        return [0 if k in shared else nbytes(t) for k, t in enumerate(self._operation.outputs)]
 
     @property
     def name(self) -> str:
@@ -292,26 +323,24 @@ class _Alone:
         return dataclasses.replace(seen, time_s=max(_SMALL_OP_S, self._seconds - pooling_s), busy=self._busy)
 
 
-def _workspace_blocks(
-    alone: Mapping[str, _Alone], seen: Mapping[str, OpProfile], device: str
-) -> dict[str, tuple[int, ...]]:
-    """Key -> the blocks of its workspace, for ops of which they are seen.
+def _with_requests(alone: Mapping[str, _Alone], seen: Mapping[str, OpProfile], device: str) -> dict[str, OpProfile]:
+    """Key -> what was measured of an op, with what it asks for while it runs, for ops of which that is seen.
 
-    They are what the op asks for. Its peak may count them as more, up to twice their size, where `exact_chunks` could
-    not be had or the blocks are small. What is below or beyond that has been seen of something else.
+    Its peak may count what it asks for as more, up to twice its size, where `exact_chunks` could not be had or the
+    blocks are small. What is below or beyond that has been seen of something else.
     """
-    large = {key: op for key, op in alone.items() if seen[key].workspace_bytes >= _SMALL_BYTES}
-    if not large:
-        return {}
-    asked = blocks_of({op.name: op.run_once for op in large.values()}, device)
+    events = events_by_op({op.name: op.run_once for op in alone.values()}, device)
     found = {}
-    for key, op in large.items():
-        everything = asked.get(op.name, ())
-        requested = without_outputs(everything, op.output_bytes)
-        blocks = [counted_bytes(device, [size]) for size in requested]
-        blocks = tuple(b for b, size in zip(blocks, requested, strict=True) if b or size == OUTPUTS)
-        if 0 <= seen[key].workspace_bytes - sum(blocks) <= counted_bytes(device, everything):
-            found[key] = blocks
+    for key, op in alone.items():
+        of_op = events.get(op.name, ())
+        made = op.made_bytes(seen[key].aliases)
+        asked = requests_of(of_op, made)
+        workspace_bytes = most_bytes(asked, counted_bytes(device, made))
+        everything = counted_bytes(device, [event.requested_bytes for event in of_op if not event.is_free])
+        if of_op and 0 <= seen[key].workspace_bytes - workspace_bytes <= everything:
+            found[key] = dataclasses.replace(
+                seen[key], workspace_bytes=workspace_bytes, requests=() if len(asked) == 1 else asked
+            )
     return found
 
 
@@ -319,6 +348,31 @@ def _check_shapes(results: list[tf.Tensor], operation: tf.Operation) -> None:
     for result, tensor in zip(results, operation.outputs, strict=True):
         if result.shape != tensor.shape and max(nbytes(result), nbytes(tensor)) >= _SMALL_BYTES:
             raise tf.errors.InvalidArgumentError(None, operation, f"made {result.shape}, not {tensor.shape}")
+
+
+def _aliases(results: list[tf.Tensor], arguments: Mapping[int, tf.Tensor]) -> tuple[tuple[int, int], ...]:
+    """(position of an output, position of the input in whose memory it lies), of an op that has run on a CPU.
+
+    A slice along the first axis shares the memory of what it is a part of, however small it is, and keeps all of that.
+    """
+    places = {k: range(start, start + nbytes(value)) for k, value in arguments.items() if (start := _address(value))}
+    return tuple(
+        (output, k)
+        for output, value in enumerate(results)
+        if (start := _address(value))
+        for k, place in places.items()
+        if start in place
+    )
+
+
+def _address(value: tf.Tensor) -> int | None:
+    """Where a tensor begins in a CPU's memory; None for one that has nothing there, or that does not tell."""
+    if not nbytes(value):
+        return None
+    try:
+        return address(value if value.dtype == tf.bool else tf.bitcast(value, tf.uint8))
+    except (BufferError, RuntimeError, TypeError, ValueError, tf.errors.OpError):
+        return None
 
 
 def _time(run: Callable, device: str, repeats: int) -> tuple[float, float]:
@@ -364,24 +418,25 @@ def _apply(
     for op, seen in profiles.items():
         time_s[op], workspace[op], busy[op] = seen.time_s, seen.workspace_bytes, seen.busy
         takeover[op] = tuple(graph.inputs[op][k] for k in seen.takeover)
-        if seen.alias is not None:
-            storage[graph.outputs[op][0]] = storage[graph.inputs[op][seen.alias]]
+        for output, k in seen.aliases:
+            storage[graph.outputs[op][output]] = storage[graph.inputs[op][k]]
     if unmeasured and profiles:
         # Updates and opaque ops: as fast as the typical measured op moves bytes.
         rate = statistics.median(time_s[op] / max(_touched_bytes(graph, op), 1) for op in profiles)
         for op in unmeasured:
             time_s[op] = rate * _touched_bytes(graph, op)
-    graph = dataclasses.replace(graph, storage=_follow(storage), takeover=tuple(takeover))
+    taker = {op: seen.taker for op, seen in profiles.items() if seen.taker}
+    graph = dataclasses.replace(graph, storage=_follow(storage), takeover=tuple(takeover), taker=taker)
     if by_onednn:
         graph = _with_pooling_indices(graph, profiles, workspace)
-    several = {op: blocks for op, blocks in scratch.items() if len(blocks) > 1}
-    return graph, Costs(time_s, workspace, busy=busy, blocks=several | _blocks(profiles, workspace))
+    requests = {op: blocks for op, blocks in scratch.items() if len(blocks) > 1}
+    requests |= {op: seen.requests for op, seen in profiles.items() if _explains(seen, workspace[op])}
+    return graph, Costs(time_s, workspace, busy=busy, requests=requests)
 
 
-def _blocks(profiles: Mapping[int, OpProfile], workspace: np.ndarray) -> dict[int, tuple[int, ...]]:
-    """Op -> the blocks that were seen of it, where they are several and all of its workspace."""
-    several = {op: seen.blocks for op, seen in profiles.items() if len(seen.blocks) > 1}
-    return {op: sizes for op, sizes in several.items() if sum(sizes) == workspace[op]}
+def _explains(seen: OpProfile, workspace_bytes: int) -> bool:
+    """Whether what an op was seen to ask for is all of its workspace."""
+    return bool(seen.requests) and seen.workspace_bytes == workspace_bytes
 
 
 def _with_reruns(graph: OpGraph, costs: Costs, again: dict[int, OpProfile]) -> tuple[OpGraph, Costs]:
@@ -390,11 +445,12 @@ def _with_reruns(graph: OpGraph, costs: Costs, again: dict[int, OpProfile]) -> t
     kept = {}
     for op, seen in again.items():
         taken = tuple(graph.again[op][k] for k in seen.takeover)
-        if seen.time_s < costs.time_s[op] and taken == graph.takeover[op] and seen.alias is None:
+        if seen.time_s < costs.time_s[op] and taken == graph.takeover[op] and not seen.aliases:
             again_s[op], workspace[op] = seen.time_s, max(workspace[op], seen.workspace_bytes)
             kept[op] = graph.again[op]
-    blocks = {op: sizes for op, sizes in costs.blocks.items() if sum(sizes) == workspace[op]}
-    return dataclasses.replace(graph, again=kept), Costs(costs.time_s, workspace, again_s, costs.busy, blocks)
+    same = workspace == costs.workspace_bytes
+    requests = {op: asked for op, asked in costs.requests.items() if same[op]}
+    return dataclasses.replace(graph, again=kept), Costs(costs.time_s, workspace, again_s, costs.busy, requests)
 
 
 def _with_pooling_indices(graph: OpGraph, profiles: dict[int, OpProfile], workspace: np.ndarray) -> OpGraph:

@@ -13,11 +13,13 @@ from collections.abc import Container
 import tensorflow as tf
 
 from checkmate_tf._files import read_sealed, write_sealed
+from checkmate_tf.core.opgraph import OUTPUTS
 from checkmate_tf.lowering.device import grows, onednn_is_on, threads, uncounted_below_bytes
 
 _log = logging.getLogger(__name__)
 
-_VERSION = 9
+_VERSION = 10
+_TOO_MUCH_BYTES = 1 << 48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,23 +28,21 @@ class OpProfile:
 
     Attributes:
         time_s: Seconds per run (least of several).
-        blocks: Sizes in bytes of what it takes beside inputs and outputs at its own peak; one block where only their
-            sum is known.
-        takeover: Positions of the inputs whose storage the first output takes over when they die there.
-        alias: Position of the input whose storage the first output shares even when it lives on, or None.
+        workspace_bytes: Bytes beside inputs and outputs at its own peak.
+        takeover: Positions of the inputs whose storage an output takes over when they die there.
+        taker: Position of that output.
+        aliases: (position of an output, position of the input whose storage it shares even when that lives on).
         busy: Share of the device that it keeps busy, from 0 to 1.
+        requests: As in `Costs`, where it was seen; empty if it asks for one block behind its outputs, or none.
     """
 
     time_s: float
-    blocks: tuple[int, ...] = ()
+    workspace_bytes: int = 0
     takeover: tuple[int, ...] = ()
-    alias: int | None = None
+    taker: int = 0
+    aliases: tuple[tuple[int, int], ...] = ()
     busy: float = 1.0
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes beside inputs and outputs at the op's own peak."""
-        return sum(self.blocks)
+    requests: tuple[int, ...] = ()
 
 
 class ProfileCache:
@@ -108,10 +108,25 @@ def _entry(value: dict) -> OpProfile:
     Raises:
         ValueError: A number is missing or out of range.
     """
-    time_s, busy, alias = float(value["time_s"]), float(value["busy"]), value["alias"]
-    blocks, takeover = (tuple(int(k) for k in value[name]) for name in ("blocks", "takeover"))
-    if not 0 <= time_s < 1e4 or not 0 <= busy <= 1 or min(*blocks, *takeover, 0, 0) < 0 or sum(blocks) >= 1 << 48:
+    time_s, busy = float(value["time_s"]), float(value["busy"])
+    workspace_bytes, taker = int(value["workspace_bytes"]), int(value["taker"])
+    aliases = tuple((int(output), int(of)) for output, of in value["aliases"])
+    requests, takeover = (tuple(int(k) for k in value[name]) for name in ("requests", "takeover"))
+    if not 0 <= time_s < 1e4 or not 0 <= busy <= 1 or min((taker, *takeover, *sum(aliases, ()))) < 0:
         raise ValueError(f"out of range: {value}")
-    if alias is not None and (not isinstance(alias, int) or alias < 0):
+    if not 0 <= workspace_bytes < _TOO_MUCH_BYTES or not _is_possible(requests):
         raise ValueError(f"out of range: {value}")
-    return OpProfile(time_s, blocks, takeover, alias, busy)
+    return OpProfile(time_s, workspace_bytes, takeover, taker, aliases, busy, requests)
+
+
+def _is_possible(requests: tuple[int, ...]) -> bool:
+    """Whether an op asks for a credible amount, and gives back what it has."""
+    held: dict[int, int] = {}
+    asked = 0
+    for request in requests:
+        if request > 0:
+            asked += 1
+            held[asked] = request
+        elif request < 0 and held.pop(-request, None) is None:
+            return False
+    return sum(size for size in requests if size > 0) < _TOO_MUCH_BYTES and requests.count(OUTPUTS) <= 1

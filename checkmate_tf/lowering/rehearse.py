@@ -38,6 +38,7 @@ _ITEM_BYTES = tf.float32.size
 _UNIT_ELEMENTS = allocators.UNIT_BYTES // _ITEM_BYTES
 _PROBE_BYTES = 64 << 10
 _MORE_THAN_ANY_LIMIT = 1 << 47
+EMPTY = "_ParallelConcatStart"  # makes a tensor, and nothing else
 _DUMP_VARIABLE = "TF_BFC_MEMORY_DUMP"
 
 
@@ -195,7 +196,7 @@ def empty(nbytes: int) -> tf.Tensor:
     elements = -(-nbytes // _ITEM_BYTES)
     shape = [elements] if elements < _MAX_DIMENSION else [-(-nbytes // allocators.UNIT_BYTES), _UNIT_ELEMENTS]
     attributes = ("shape", shape, "dtype", _DTYPE)
-    (tensor,) = execute.execute(b"_ParallelConcatStart", 1, inputs=[], attrs=attributes, ctx=context.context())
+    (tensor,) = execute.execute(EMPTY.encode(), 1, inputs=[], attrs=attributes, ctx=context.context())
     return tensor
 
 

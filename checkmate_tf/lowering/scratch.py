@@ -1,12 +1,15 @@
 """The blocks that ops ask of the allocator.
 
 An op's peak tells what it takes in all. The allocator gives each block a free chunk, some of them whole: two blocks of
-2 MiB may count as more than one of 4 MiB. A product of matrices in bfloat16 on a CPU takes three beside its output, for
-its inputs and the product in float32; what a loop keeps for its gradient are thousands.
+2 MiB may count as more than one of 4 MiB, and where one comes to lie depends on all that were asked for and given back
+before. A product of matrices in bfloat16 on a CPU takes three beside its output, for its inputs and the product in
+float32; an Einsum transposes its inputs, packs them for the product in a block that is gone before it asks for its
+output; what a loop keeps for its gradient are thousands.
 """
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import logging
@@ -16,7 +19,9 @@ import tensorflow as tf
 
 from checkmate_tf.core.opgraph import OUTPUTS
 from checkmate_tf.errors import CheckmateError
+from checkmate_tf.lowering.device import uncounted_below_bytes
 from checkmate_tf.lowering.memory_trace import MemoryEvent, record
+from checkmate_tf.lowering.rehearse import EMPTY, empty
 
 _log = logging.getLogger(__name__)
 
@@ -64,29 +69,32 @@ def asked_by(run: Callable[[], object], device: str) -> Asked | None:
     return None if events is None else Asked.of(events)
 
 
-def blocks_of(runs: Mapping[str, Callable[[], object]], device: str) -> dict[str, tuple[int, ...]]:
-    """Sees what ops ask of the allocator.
+def events_by_op(runs: Mapping[str, Callable[[], object]], device: str) -> dict[str, tuple[MemoryEvent, ...]]:
+    """Sees what ops do with memory.
 
     Args:
         runs: Name of an op -> what runs it once and holds nothing once it has returned.
         device: On which.
 
     Returns:
-        Name -> requested bytes of the blocks that the op has at its peak, its outputs among them, in the order in which
-        it asks for them. Ops of which nothing was seen are left out: all of them where another profiler is running.
+        Name -> events from the op's first request on, with those of its outputs. Ops of which nothing was seen are left
+        out: all of them where another profiler is running.
     """
+    nbytes = max(1, uncounted_below_bytes(device))
 
     def run_all() -> None:
         for run in runs.values():
             run()
+            with tf.device(device):
+                empty(nbytes)  # tells what is asked for next, for the inputs of the next op, from what this one did
 
     events = _events(run_all, device) or ()
-    places = collections.defaultdict(list)
+    ends = [place for place, event in enumerate(events) if event.op == EMPTY and not event.is_free] + [len(events)]
+    first: dict[str, int] = {}
     for place, event in enumerate(events):
-        if not event.is_free:
-            places[event.op].append(place)
-    # An op's threads allocate in no op's name.
-    return {n: Asked.of(events[places[n][0] : places[n][-1] + 1]).at_peak for n in runs if n in places}
+        if not event.is_free and event.op in runs:  # an op's threads allocate in no op's name
+            first.setdefault(event.op, place)
+    return {name: events[place : ends[bisect.bisect(ends, place)]] for name, place in first.items()}
 
 
 def _events(run: Callable[[], object], device: str) -> tuple[MemoryEvent, ...] | None:
@@ -99,16 +107,58 @@ def _events(run: Callable[[], object], device: str) -> tuple[MemoryEvent, ...] |
 
 
 def without_outputs(blocks: Sequence[int], outputs: Iterable[int]) -> tuple[int, ...]:
-    """Blocks that are not outputs, which are the first of their size; `OUTPUTS` stands where those come behind some."""
+    """Blocks that are not outputs, which are the first of their size."""
     sizes = collections.Counter(outputs)
-    found: list[int] = []
-    seen = False
+    found = []
     for size in blocks:
-        if not sizes[size]:
+        if sizes[size]:
+            sizes[size] -= 1
+        else:
             found.append(size)
-            continue
-        sizes[size] -= 1
-        if found and not seen:
-            found.append(OUTPUTS)
-        seen = True
     return tuple(found)
+
+
+def requests_of(events: Sequence[MemoryEvent], outputs: Iterable[int]) -> tuple[int, ...]:
+    """What an op asks for beside its outputs, as in `Costs.requests`.
+
+    Args:
+        events: Of one run, its outputs and what came before the op in the same run among them.
+        outputs: Their sizes in bytes. Of several blocks of such a size, the last to be given back is the output.
+    """
+    gone = {event.buffer: place for place, event in enumerate(events) if event.is_free}
+    asked = [event for event in events if not event.is_free]
+    lasting = sorted(asked, key=lambda event: gone.get(event.buffer, len(events)), reverse=True)
+    sizes = collections.Counter(outputs)
+    made = set()
+    for event in lasting:
+        if sizes[event.requested_bytes]:
+            sizes[event.requested_bytes] -= 1
+            made.add(event.buffer)
+    number: dict[int, int] = {}
+    found: list[int] = []
+    for event in events:
+        if event.is_free:
+            found += [-number.pop(event.buffer)] if event.buffer in number else []
+        elif event.buffer in made:
+            found += [] if OUTPUTS in found else [OUTPUTS]
+        else:
+            number[event.buffer] = 1 + sum(request > 0 for request in found)
+            found.append(event.requested_bytes)
+    while found and found[-1] < OUTPUTS:  # as it ends
+        found.pop()
+    return tuple(found[1:] if found[:1] == [OUTPUTS] else found)
+
+
+def most_bytes(requests: Sequence[int], outputs_bytes: int) -> int:
+    """Most bytes that an op has at once beyond its outputs.
+
+    Args:
+        requests: As in `Costs.requests`.
+        outputs_bytes: Of its outputs.
+    """
+    in_use = most = 0 if OUTPUTS in requests else outputs_bytes
+    sizes = [size for size in requests if size > 0]
+    for request in requests:
+        in_use += request if request > 0 else outputs_bytes if request == OUTPUTS else -sizes[-request - 1]
+        most = max(most, in_use)
+    return max(0, most - outputs_bytes)

@@ -24,6 +24,7 @@ def single_op(
     known: Mapping[int, np.ndarray],
     *,
     fresh: int | None = None,
+    parts: int = 1,
     library: function_pb2.FunctionDefLibrary | None = None,
 ):
     """A function of one op, which takes its inputs but for those that are known, and returns its outputs.
@@ -35,6 +36,7 @@ def single_op(
         operation: The same op where shapes are known.
         known: Position of an input -> its value.
         fresh: Position of an input that is made inside the function, uninitialised, so that it dies at the op.
+        parts: It is one of so many parts of a block: what takes its storage over keeps the whole block.
         library: The functions that the op calls.
     """
     graph_def = graph_pb2.GraphDef()
@@ -52,11 +54,7 @@ def single_op(
         if k in known:
             graph_def.node.append(_constant(name, known[k], dtype))
         elif k == fresh:
-            graph_def.node.append(
-                _constant(f"{name}_shape", np.array(tensor.shape.as_list(), np.int32), tf.int32.as_datatype_enum)
-            )
-            empty = graph_def.node.add(name=name, op="Empty", input=[f"{name}_shape"])
-            empty.attr["dtype"].type = dtype
+            graph_def.node.extend(_fresh(name, tensor, parts))
         elif k == 1 and original.op == BEHIND_POOLING:
             graph_def.node.append(_pooling(original))
             node.input[k] = "pooling"
@@ -65,6 +63,31 @@ def single_op(
             feeds.append(f"{name}:0")
     graph_def.node.append(node)
     return as_function(graph_def, feeds, [ALONE + t.name for t in operation.outputs], [])
+
+
+def _fresh(name: str, tensor: tf.Tensor, parts: int) -> list[node_def_pb2.NodeDef]:
+    """Ops that make an uninitialised tensor: the first of some parts of a block."""
+    integers, dtype = tf.int32.as_datatype_enum, tensor.dtype.as_datatype_enum
+    shape = tensor.shape.as_list()
+
+    def whole(suffix: str, value: list[int]) -> node_def_pb2.NodeDef:
+        return _constant(f"{name}_{suffix}", np.array(value, np.int32), integers)
+
+    block = node_def_pb2.NodeDef(name=f"{name}_block", op="Empty", input=[f"{name}_sizes"])
+    block.attr["dtype"].type = dtype
+    part = node_def_pb2.NodeDef(name=f"{name}_part", op="Slice", input=[block.name, f"{name}_begin", f"{name}_size"])
+    part.attr["T"].type, part.attr["Index"].type = dtype, integers
+    alone = node_def_pb2.NodeDef(name=name, op="Reshape", input=[part.name, f"{name}_shape"])
+    alone.attr["T"].type, alone.attr["Tshape"].type = dtype, integers
+    return [
+        whole("sizes", [parts, *shape]),
+        whole("begin", [0] * (1 + len(shape))),
+        whole("size", [1, *shape]),
+        whole("shape", shape),
+        block,
+        part,
+        alone,
+    ]
 
 
 def pooling_of(gradient: node_def_pb2.NodeDef, operation: tf.Operation):

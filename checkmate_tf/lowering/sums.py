@@ -20,18 +20,24 @@ from checkmate_tf.lowering.creation import op_of, places
 _SUM, _PAIR = "AddN", "AddV2"
 
 
-def sum_in_pairs(graph_def: graph_pb2.GraphDef, created: Mapping[str, int]) -> None:
+def sum_in_pairs(graph_def: graph_pb2.GraphDef, created: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
     """Replaces each sum of three or more terms, which are added as they are made; the last op has the sum's name.
 
     Args:
         graph_def: A graph without cycles.
         created: As `creation.created` gives it.
+
+    Returns:
+        Name of the first op of each chain -> names of the ops that make all terms, for which the sum waited.
     """
     sums = [node for node in graph_def.node if node.op == _SUM and len(node.input) > 2]
+    chains: dict[str, tuple[str, ...]] = {}
     if not sums:
-        return
+        return chains
     dependencies = {node.name: [op_of(name) for name in node.input] for node in graph_def.node}
-    place = places(dependencies, created)
+    # Of equal constants Grappler keeps one, maybe the last, and what reads it was created all the same.
+    constants = {node.name: 0 for node in graph_def.node if node.op == "Const"}
+    place = places(dependencies, {**created, **constants})
     for node in sums:
         terms = [name for name in node.input if not name.startswith("^")]
         dtype = tf.as_dtype(node.attr["T"].type)
@@ -40,6 +46,7 @@ def sum_in_pairs(graph_def: graph_pb2.GraphDef, created: Mapping[str, int]) -> N
         controls = node.input[len(terms) :]
         terms.sort(key=lambda name: place[op_of(name)])
         partial = terms[0]
+        chains[f"{node.name}/of_2"] = tuple(dict.fromkeys(map(op_of, terms)))
         for k, term in enumerate(terms[1:-1], start=2):
             pair = graph_def.node.add(name=f"{node.name}/of_{k}", op=_PAIR, input=[partial, term], device=node.device)
             pair.attr["T"].type = dtype.as_datatype_enum
@@ -48,3 +55,4 @@ def sum_in_pairs(graph_def: graph_pb2.GraphDef, created: Mapping[str, int]) -> N
         node.ClearField("attr")
         node.attr["T"].type = dtype.as_datatype_enum
         node.input[:] = [partial, terms[-1], *controls]
+    return chains

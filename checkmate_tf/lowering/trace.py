@@ -50,6 +50,8 @@ class TracedStep:
         fired: The rules and alternatives that were applied.
         offered: The alternatives that could be applied, those that were among them.
         again: Name of an op -> the leaner op that stands in for it when it runs again.
+        sums: Name of an op with which a chain of sums begins -> names of the ops that make its terms, as
+            `sums.sum_in_pairs` gives it.
     """
 
     function: tf.types.experimental.ConcreteFunction
@@ -59,6 +61,7 @@ class TracedStep:
     fired: tuple[Fired, ...] = ()
     offered: tuple[Fired, ...] = ()
     again: Mapping[str, node_def_pb2.NodeDef] = dataclasses.field(default_factory=dict)
+    sums: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def feeds(self) -> list[str]:
@@ -120,8 +123,7 @@ def trace(
     reads = read_before_calls(graph_def, graph)
     if not rules and not alternatives:
         simplified = _simplify(function, graph_def, reads)
-        _make_steady(simplified, function, {})
-        return TracedStep(function, simplified, passes)
+        return TracedStep(function, simplified, passes, sums=_make_steady(simplified, function, {}))
     specs = {
         (op.name, k): tf.TensorSpec(t.shape, t.dtype) for op in graph.get_operations() for k, t in enumerate(op.outputs)
     } | {(name, 0): spec for name, spec in reads.items()}
@@ -131,11 +133,11 @@ def trace(
     left_alone = poolings_by_places(rewritten.graph_def.node)
     merged = _simplify(function, rewritten.graph_def, reads, left_alone, fold=False)
     simplified = _simplify(function, merged, reads, left_alone)
-    _make_steady(simplified, function, rewritten.stands_in)
+    sums = _make_steady(simplified, function, rewritten.stands_in)
     poolings_by_places(simplified.node)
     again = leaner_reruns(simplified.node, on_cpu=on_cpu)
     stands_in, fired, offered = rewritten.stands_in, rewritten.fired, rewritten.offered
-    return TracedStep(function, simplified, passes, stands_in, fired, offered, again)
+    return TracedStep(function, simplified, passes, stands_in, fired, offered, again, sums)
 
 
 def _traced(step: Callable, *args_spec) -> tf.types.experimental.ConcreteFunction:
@@ -252,10 +254,15 @@ def _merged_into(names: Sequence[str], before: graph_pb2.GraphDef, after: graph_
     return gone
 
 
-def _make_steady(graph_def: graph_pb2.GraphDef, function, stands_in: Mapping[str, str]) -> None:
-    """Leaves nothing to chance of which ops overwrite what: the order of a sum, where a variable lies after a step."""
-    sum_in_pairs(graph_def, created(function, stands_in))
+def _make_steady(graph_def: graph_pb2.GraphDef, function, stands_in: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Leaves nothing to chance of which ops overwrite what: the order of a sum, where a variable lies after a step.
+
+    Returns:
+        As `sum_in_pairs`.
+    """
+    sums = sum_in_pairs(graph_def, created(function, stands_in))
     assign_in_place(graph_def, writable(function))
+    return sums
 
 
 def _nbytes(tensor: tensor_pb2.TensorProto) -> int:

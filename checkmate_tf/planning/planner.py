@@ -88,12 +88,19 @@ class Planner:
         self._strategy = strategy
         self._rearrange = rearrange
         self._base_bytes = base_bytes
-        self.needed_bytes = base_bytes + working_set_bytes(op_graph)
+        self.needed_bytes = base_bytes + working_set_bytes(op_graph, uncounted_below_bytes)
         self.orders = []
         for settle in (True, False):
             ordered, ordered_costs = permute(op_graph, costs, low_peak_order(op_graph, settle=settle))
             ordered.check()
-            order = Order(ordered, ordered_costs, base_bytes, strategy, archive_dir)
+            order = Order(
+                ordered,
+                ordered_costs,
+                base_bytes,
+                strategy,
+                archive_dir,
+                uncounted_below_bytes=uncounted_below_bytes,
+            )
             self.orders.append(order)
             for entry in order.kept:
                 self._placer.remember(entry.partition)
@@ -383,8 +390,8 @@ class Planner:
         return dataclasses.replace(candidate, peak_bytes=NEVER if peak is None else peak)
 
     def tensor_peak(self, candidate: Candidate) -> int:
-        """Peak in tensor bytes, everything included."""
-        return candidate.memory.peak_bytes + self._base_bytes
+        """Peak in bytes of tensors that are counted, everything included."""
+        return candidate.memory.most_counted_bytes(self._uncounted_below_bytes) + self._base_bytes
 
     def evaluate(self, order: Order, nodes: Sequence[int], *, own: bool = True) -> Candidate:
         """Compiles and simulates a sequence of nodes, and asks the allocator.
@@ -425,7 +432,7 @@ class Planner:
 
     def _simulated(self, op_graph: OpGraph, costs: Costs, ops: Sequence[int]) -> Candidate:
         plan = compile_plan(op_graph, ops)
-        memory = simulate(op_graph, plan, costs.workspace_bytes, costs.blocks)
+        memory = simulate(op_graph, plan, costs.workspace_bytes, costs.requests)
         peak = self._allocator_peak(memory)
         return Candidate(
             op_graph=op_graph,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from checkmate_tf.core.coarsen import Coarse, coarsen
+from checkmate_tf.core.coarsen import Coarse, coarsen, small_bytes_of
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.problem import Options, Solution
 from checkmate_tf.core.schedule import SequenceSchedule
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_SMALL_BYTES = 1 << 16  # values below this are kept: together they are a fraction of a percent
 _ROUNDING = 0.01  # of the budget, which the allocator is expected to add to tensors
 _FIRST_SHARE, _FIRST_GAP = 0.3, 0.01  # of a search, for a first look at each order
 _LATER_SHARE, _LAST_GAP = 0.5, 0.003  # of the time left, for each round of adjustment, unless it may be the last
@@ -62,10 +61,25 @@ class _Bound:
 class Order:
     """One topological order of the step with its planning graph and solver."""
 
-    def __init__(self, op_graph: OpGraph, costs: Costs, base_bytes: int, strategy: str, archive_dir: str | None = None):
+    def __init__(
+        self,
+        op_graph: OpGraph,
+        costs: Costs,
+        base_bytes: int,
+        strategy: str,
+        archive_dir: str | None = None,
+        *,
+        uncounted_below_bytes: int = 0,
+    ):
         self.op_graph = op_graph
         self.costs = costs
-        self.coarse: Coarse = coarsen(op_graph, costs, small_bytes=_SMALL_BYTES, fixed_bytes=base_bytes)
+        self.coarse: Coarse = coarsen(
+            op_graph,
+            costs,
+            small_bytes=small_bytes_of(op_graph, uncounted_below_bytes),
+            fixed_bytes=base_bytes,
+            uncounted_below_bytes=uncounted_below_bytes,
+        )
         self.solver = RemoteSolver(strategy, self.coarse.graph)
         self.seen: dict[bytes, Candidate] = {}
         self.node_graph = OpGraph.from_graph(self.coarse.graph)

@@ -52,11 +52,11 @@ def test_a_permuted_step_simulates_like_the_same_order_of_the_original(data):
     graph = dataclasses.replace(graph, first_last=data.draw(st.frozensets(st.sampled_from(range(graph.n)))))
     order = ORDERS[data.draw(st.sampled_from(sorted(ORDERS)))](graph)
     workspace = np.arange(graph.n)
-    blocks = {op: (1, op - 1) for op in range(2, graph.n)}
-    permuted, costs = permute(graph, Costs(np.ones(graph.n), workspace, blocks=blocks), order)
+    requests = {op: (1, op - 1) for op in range(2, graph.n)}
+    permuted, costs = permute(graph, Costs(np.ones(graph.n), workspace, requests=requests), order)
     permuted.check()
-    expected = simulate(graph, compile_plan(graph, order), workspace, blocks)
-    memory = simulate(permuted, compile_plan(permuted, range(graph.n)), costs.workspace_bytes, costs.blocks)
+    expected = simulate(graph, compile_plan(graph, order), workspace, requests)
+    memory = simulate(permuted, compile_plan(permuted, range(graph.n)), costs.workspace_bytes, costs.requests)
     assert np.array_equal(memory.in_use_bytes, expected.in_use_bytes)
     assert np.array_equal(memory.event_bytes, expected.event_bytes)
     assert permuted.names == tuple(graph.names[op] for op in order)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from random_graphs import Builder
 
-from checkmate_tf.core.opgraph import Costs
+from checkmate_tf.core.opgraph import OUTPUTS, Costs
 from checkmate_tf.core.scaling import BatchScaling, one_more_forward_pass
 
 
@@ -47,9 +47,9 @@ def test_ops_that_touch_what_grows_take_proportionally_longer(scaling):
 
 def test_blocks_grow_as_what_they_make_up():
     graph = dataclasses.replace(step(4), list_blocks={0: (30, 10), 1: (3, 4)})
-    measured = dataclasses.replace(costs(graph), blocks={0: (1, 3), 1: (2, 2)})
+    measured = dataclasses.replace(costs(graph), requests={0: (1, OUTPUTS, 3, -1), 1: (2, 2)})
     graph, scaled = BatchScaling.between(graph, measured, 4, step(8), 8).at(12)
-    assert scaled.blocks == {0: (3, 9), 1: (2, 2)}
+    assert scaled.requests == {0: (3, OUTPUTS, 9, -1), 1: (2, 2)}
     assert graph.list_blocks == {0: (90, 30), 1: (3, 4)}
 
 

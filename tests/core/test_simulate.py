@@ -124,11 +124,11 @@ def test_the_blocks_of_a_workspace_are_asked_for_one_by_one():
     (a,) = made.add(makes=[4])
     made.add([a], [2])
     plan = compile_plan(made.build(), [0, 1])
-    one, several = (simulate(made.build(), plan, np.array([7, 1]), blocks) for blocks in (None, {0: (5, 2)}))
+    one, several = (simulate(made.build(), plan, np.array([7, 1]), asked) for asked in (None, {0: (5, 2)}))
     assert several.in_use_bytes.tolist() == one.in_use_bytes.tolist()
     assert one.event_bytes.tolist() == [4, 7, -7, 2, 1, -1, -4, -2]
     assert several.event_bytes.tolist() == [4, 5, 2, -5, -2, 2, 1, -1, -4, -2]
-    assert several.event_buffer.tolist() == [0, 1, 2, 1, 2, 3, 4, 4, 0, 3]
+    assert several.event_buffer.tolist() == [2, 0, 1, 0, 1, 4, 3, 3, 2, 4]
 
 
 def test_blocks_that_are_asked_for_before_the_outputs_come_before_them():
@@ -136,11 +136,24 @@ def test_blocks_that_are_asked_for_before_the_outputs_come_before_them():
     (a,) = made.add(makes=[4])
     made.add([a], [2])
     plan = compile_plan(made.build(), [0, 1])
-    blocks = {0: (5, OUTPUTS, 2), 1: (1, OUTPUTS)}
-    memory = simulate(made.build(), plan, np.array([7, 1]), blocks)
+    requests = {0: (5, OUTPUTS, 2), 1: (1, OUTPUTS)}
+    memory = simulate(made.build(), plan, np.array([7, 1]), requests)
     assert memory.in_use_bytes.tolist() == [11, 7]
     assert memory.event_bytes.tolist() == [5, 4, 2, -5, -2, 1, 2, -1, -4, -2]
-    assert memory.event_buffer.tolist() == [0, 1, 2, 0, 2, 3, 4, 3, 1, 4]
+    assert memory.event_buffer.tolist() == [0, 2, 1, 0, 1, 3, 4, 3, 2, 4]
+
+
+def test_a_block_that_is_gone_before_the_next_is_asked_for_makes_room_for_it():
+    """An Einsum packs its inputs for the product, and gives that back before it asks for what the product becomes."""
+    made = Builder()
+    (a,) = made.add(makes=[4])
+    made.add([a], [2])
+    memory = simulate(
+        made.build(), compile_plan(made.build(), [0, 1]), np.array([6, 2]), {0: (5, 6, -1, OUTPUTS, 3), 1: (1, -1, 2)}
+    )
+    assert memory.in_use_bytes.tolist() == [10, 8]
+    assert memory.event_bytes.tolist() == [5, 6, -5, 4, 3, -6, -3, 2, 1, -1, 2, -2, -4, -2]
+    assert set(memory.event_tensor[memory.event_tensor >= 0].tolist()) == {0, 1}
 
 
 def test_the_blocks_of_a_list_come_and_go_together():

@@ -103,9 +103,10 @@ def extracted_product():
 def test_each_block_of_a_workspace_is_measured():
     """Eigen multiplies bfloat16 in float32: blocks for both factors and the product. One of all three was predicted."""
     costs = profile(extracted_product(), DEVICE).costs
-    (op,) = costs.blocks
-    assert sorted(costs.blocks[op]) == sorted(4 * size for size in (1024 * 256, 256 * 512, 1024 * 512))
-    assert costs.workspace_bytes[op] == sum(costs.blocks[op])
+    (op,) = costs.requests
+    blocks = [size for size in costs.requests[op] if size > 0]
+    assert sorted(blocks) == sorted(4 * size for size in (1024 * 256, 256 * 512, 1024 * 512))
+    assert costs.workspace_bytes[op] == sum(blocks)
 
 
 def test_what_rounding_adds_is_no_workspace(monkeypatch):
@@ -116,7 +117,7 @@ def test_what_rounding_adds_is_no_workspace(monkeypatch):
     held = [empty(4 << 20) for _ in range(64)]
     del held[::2]
     assert profile(step, DEVICE).costs.workspace_bytes[op] == 0
-    monkeypatch.setattr(profile_module, "blocks_of", lambda *_: {})
+    monkeypatch.setattr(profile_module, "events_by_op", lambda *_: {})
     assert profile(step, DEVICE).costs.workspace_bytes[op] > 0
 
 
@@ -125,7 +126,7 @@ def test_workspace_is_one_block_while_the_user_profiles(tmp_path):
     step = extracted_product()
     with tf.profiler.experimental.Profile(str(tmp_path)):
         costs = profile(step, DEVICE).costs
-    assert costs.blocks == {}
+    assert costs.requests == {}
     assert costs.workspace_bytes[step.op_graph.types.index("MatMul")] > 0
 
 
@@ -294,17 +295,26 @@ def break_file(path, how: str) -> None:
         '["busy", -0.1]',
         '["busy", 1.1]',
         '["busy", NaN]',
-        '["blocks", 7]',
-        '["blocks", [-5]]',
-        '["blocks", [Infinity]]',
-        '["blocks", [1e300]]',
+        '["workspace_bytes", -5]',
+        '["workspace_bytes", 1e300]',
+        '["requests", 7]',
+        '["requests", [5, -2]]',
+        '["requests", [5, -1, -1]]',
+        '["requests", [5, 0, 0]]',
+        '["requests", [Infinity]]',
+        '["requests", [1e300]]',
         '["takeover", 3]',
         '["takeover", [-1]]',
         '["takeover", [7]]',
         '["takeover", ["a"]]',
-        '["alias", 9]',
-        '["alias", -1]',
-        '["alias", "x"]',
+        '["taker", -1]',
+        '["taker", 7]',
+        '["aliases", 9]',
+        '["aliases", [[0]]]',
+        '["aliases", [[0, -1]]]',
+        '["aliases", [[0, 9]]]',
+        '["aliases", [[9, 0]]]',
+        '["aliases", [["x", 0]]]',
     ],
 )
 def test_a_broken_cache_is_ignored_with_a_warning(small_step, tmp_path, caplog, how):

@@ -1,10 +1,11 @@
 """What ops ask of the allocator while they run, and what of it is workspace."""
 
+import pytest
 import tensorflow as tf
 
 from checkmate_tf.core.opgraph import OUTPUTS
 from checkmate_tf.lowering.memory_trace import MemoryEvent
-from checkmate_tf.lowering.scratch import Asked, asked_by, blocks_of, without_outputs
+from checkmate_tf.lowering.scratch import Asked, asked_by, events_by_op, most_bytes, requests_of, without_outputs
 
 MIB = 1 << 20
 
@@ -37,25 +38,69 @@ def test_outputs_are_no_workspace():
     assert without_outputs([4], [4, 4]) == ()
 
 
-def test_where_outputs_are_asked_for_behind_other_blocks_is_marked():
+@pytest.mark.parametrize(
+    ("changes", "outputs", "expected"),
+    [
+        ([(0, 7)], [7], ()),
+        ([(0, 7), (1, 2), (1, -2)], [7], (2,)),
+        ([(0, 2), (1, 2), (2, 7), (3, 1), (0, -2), (1, -2), (3, -1), (2, -7)], [7], (2, 2, OUTPUTS, 1)),
+        ([(0, 2), (1, 6), (1, -6), (2, 7), (0, -2)], [7], (2, 6, -2, OUTPUTS)),
+        ([(0, 7), (1, 2), (2, 9), (1, -2)], [9, 7], (2,)),
+        ([(0, 7), (1, 7), (0, -7)], [7], (7, OUTPUTS)),
+        ([(0, 5), (0, -5), (1, 5), (1, -5)], [6], (5, -1, 5)),
+        ([(4, -3), (0, 5)], [], (5,)),
+        ([], [7], ()),
+    ],
+    ids=[
+        "an output",
+        "one block",
+        "around the outputs",
+        "gone before",
+        "two outputs",
+        "as large as an output",
+        "an output that took storage over",
+        "an older block",
+        "nothing",
+    ],
+)
+def test_what_an_op_asks_for_beside_its_outputs(changes, outputs, expected):
     """An Einsum asks for its transposed inputs first: at a hard limit its output lay elsewhere than foreseen."""
-    assert without_outputs([2, 2, 7, 1], [7]) == (2, 2, OUTPUTS, 1)
-    assert without_outputs([2, 7, 9], [9, 7]) == (2, OUTPUTS)
-    assert without_outputs([7, 2, 9], [9, 7]) == (2,), "the first of them comes before all else"
+    assert requests_of(events(*changes), outputs) == expected
+
+
+@pytest.mark.parametrize(
+    ("requests", "most"),
+    [
+        ((), 0),
+        ((2,), 2),
+        ((2, 5), 7),
+        ((2, -1, 5), 5),
+        ((20, -1, OUTPUTS), 10),
+        ((20, OUTPUTS), 20),
+        ((4, -1, OUTPUTS), 0),
+    ],
+)
+def test_an_op_has_most_beyond_its_outputs_at_its_own_peak(requests, most):
+    assert most_bytes(requests, 10) == most
 
 
 def test_each_op_is_told_from_the_next():
     x, y = tf.zeros((512, 512)), tf.zeros((1024, 512))
-    seen = blocks_of(
+
+    def with_an_input_of_its_own():
+        return tf.raw_ops.Sin(x=tf.raw_ops.Cos(x=y, name="Cos"), name="Sin")
+
+    seen = events_by_op(
         {
             "Exp": lambda: tf.raw_ops.Exp(x=x, name="Exp"),
-            "Sin": lambda: tf.raw_ops.Sin(x=y, name="Sin"),
+            "Sin": with_an_input_of_its_own,
             "None": lambda: None,
         },
         "CPU:0",
     )
-    assert seen == {"Exp": (MIB,), "Sin": (2 * MIB,)}
+    asked = {name: [event.requested_bytes for event in of_op if not event.is_free] for name, of_op in seen.items()}
+    assert asked == {"Exp": [MIB], "Sin": [2 * MIB]}
 
 
 def test_nothing_is_seen_where_nothing_is_asked_for():
-    assert blocks_of({"None": lambda: None}, "CPU:0") == {}
+    assert events_by_op({"None": lambda: None}, "CPU:0") == {}

@@ -1,0 +1,96 @@
+"""Imports a traced step so that as many shapes are known as can be.
+
+An import infers shapes from scratch. It does not know what Python code has told TensorFlow (`set_shape`, as Keras does
+behind a lookup in a table), and one unknown size makes all behind it unknown, so that nothing of that is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+from tensorflow.python.eager import wrap_function
+
+from checkmate_tf.lowering.trace import TracedStep
+
+_Shapes = Mapping[str, list[tf.TensorShape]]  # op -> of its outputs
+
+
+def imported(traced: TracedStep) -> tuple[tf.Graph, tuple[str, ...]]:
+    """The simplified graph, and the leaner ops that nothing reads yet.
+
+    Returns:
+        The graph; names of ops whose number of rows depends on data, and is taken to be that of the batch: what a mask
+        picks of it is no more, and what Python code makes of it is most often as much.
+    """
+    graph_def = graph_pb2.GraphDef()
+    graph_def.CopyFrom(traced.graph_def)
+    graph_def.node.extend(traced.again.values())
+    graph = _import(graph_def)
+    told = _told(graph, traced.function.graph)
+    if told:
+        _tell(graph_def, told)
+        graph = _import(graph_def)
+    guessed = dict(_guessed(graph, _rows(traced)))
+    if guessed:
+        _tell(graph_def, guessed)
+        try:
+            return _import(graph_def), tuple(guessed)
+        except ValueError:  # they do not go together with what is known
+            pass
+    return graph, ()
+
+
+def _import(graph_def: graph_pb2.GraphDef) -> tf.Graph:
+    return wrap_function.wrap_function(lambda: tf.graph_util.import_graph_def(graph_def, name=""), []).graph
+
+
+def _tell(graph_def: graph_pb2.GraphDef, shapes: _Shapes) -> None:
+    """Writes shapes where the import takes them from."""
+    for node in graph_def.node:
+        if node.name in shapes:
+            del node.attr["_output_shapes"].list.shape[:]
+            node.attr["_output_shapes"].list.shape.extend(shape.as_proto() for shape in shapes[node.name])
+
+
+def _told(graph: tf.Graph, original: tf.Graph) -> _Shapes:
+    """What the original graph knows beyond the imported one."""
+    originals = {op.name: op for op in original.get_operations()}
+    told = {}
+    for op in graph.get_operations():
+        known = originals.get(op.name)
+        if known is not None and known.type == op.type and len(known.outputs) == len(op.outputs):
+            shapes = [_merged(t.shape, k.shape) for t, k in zip(op.outputs, known.outputs, strict=True)]
+            if any(_knows_more(shape, t.shape) for shape, t in zip(shapes, op.outputs, strict=True)):
+                told[op.name] = shapes
+    return told
+
+
+def _merged(shape: tf.TensorShape, other: tf.TensorShape) -> tf.TensorShape:
+    return shape.merge_with(other) if shape.is_compatible_with(other) else shape
+
+
+def _knows_more(shape: tf.TensorShape, other: tf.TensorShape) -> bool:
+    if other.rank is None or shape.rank is None:
+        return shape.rank is not None and other.rank is None
+    return shape.as_list().count(None) < other.as_list().count(None)
+
+
+def _rows(traced: TracedStep) -> int | None:
+    """Number of rows of the batch, or None where its tensors have not one number of them."""
+    batch = traced.function.graph.inputs[: len(traced.feeds) - len(traced.function.captured_inputs)]
+    rows = {t.shape[0] if t.shape.rank else None for t in batch}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def _guessed(graph: tf.Graph, rows: int | None) -> Iterator[tuple[str, list[tf.TensorShape]]]:
+    """(name, shapes) of each op with an output of which the number of rows alone is unknown, but with no such input."""
+    for op in graph.get_operations() if rows is not None else ():
+        if any(_rows_unknown(t) for t in op.outputs) and not any(_rows_unknown(t) for t in op.inputs):
+            yield op.name, [tf.TensorShape([rows, *t.shape[1:]]) if _rows_unknown(t) else t.shape for t in op.outputs]
+
+
+def _rows_unknown(tensor: tf.Tensor) -> bool:
+    shape = tensor.shape
+    return bool(shape.rank) and shape[0] is None and shape[1:].is_fully_defined()
