@@ -31,6 +31,7 @@ PLANNED = Outcome(
     budget_bytes=410 * 2**20,
     overhead=1.04,
     gap=0.01,
+    update_difference=2e-6,
 )
 
 
@@ -171,6 +172,7 @@ def test_the_table_sets_both_side_by_side():
         ["budget", "410.00 MiB", "0.512"],
         ["step time", "2.000 s", "2.100 s", "1.050"],
         ["gap to the lower bound", "1.00 %"],
+        ["first update, relative difference", "2.0e-06"],
         ["loss, first step", "3.000000", "3.000000"],
         ["loss, last step", "1.500000", "1.500000"],
     ]

@@ -149,6 +149,14 @@ def has_failed(row: dict) -> bool:
     return bool(set(outcomes_of(row)) & set(FAILURES))
 
 
+def _refused_above_trained(row: dict) -> int:
+    """How many of a model's budgets were refused although a smaller one did."""
+    trained = [budget[1] for budget in row.get("budgets", ()) if budget[0] == "trained"]
+    return sum(
+        budget[0] == "refused" and budget[1] > min(trained, default=budget[1]) for budget in row.get("budgets", ())
+    )
+
+
 def summary(results: list[dict]) -> dict:
     """Counts of models and of budgets."""
     budgets = [dict(zip(BUDGET, budget, strict=True)) for row in results for budget in row.get("budgets", [])]
@@ -161,6 +169,7 @@ def summary(results: list[dict]) -> dict:
         "budgets": dict(collections.Counter(budget["outcome"] for budget in budgets)),
         "failures": dict(collections.Counter(o for row in results for o in outcomes_of(row) if o in FAILURES)),
         "families": dict(collections.Counter(row["family"] for row in results)),
+        "refused_above_a_trained_one": sum(map(_refused_above_trained, results)),
         "share_with_recomputation": round(sum(b["recomputed"] > 0 for b in trained) / max(1, len(trained)), 3),
         "amplified_rounding": sum(row.get("amplified", False) for row in results),
         "predicted_worse_than_3_percent": sum(error > 0.03 for error in errors),

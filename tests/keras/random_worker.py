@@ -21,11 +21,13 @@ import tensorflow as tf
 from random_watch import Watch, peak_of
 
 import checkmate_tf
-from checkmate_tf.errors import CheckmateError
+from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.planning import partition, planner
 
 HUGE_BYTES = 1 << 33
+REFUSALS = InfeasibleBudget, NoScheduleFound
+"""The answers to a budget; any other error, of the project's own too, is one that a model that trains must not meet."""
 TOLERANCE = 1e-9
 ROUNDING = {"float64": 4e-16, "float32": 2e-7, "mixed_float16": 1e-3, "mixed_bfloat16": 8e-3}
 """How far weights are moved, to see what rounding does."""
@@ -51,7 +53,7 @@ def main(cache_dir: str) -> None:
 
 
 def checked(recipe: dict, cache_dir: str) -> dict:
-    """What came out of a model: "checked", "invalid" (for Keras itself), "refused" or "exception" (before a budget)."""
+    """What came out of a model: "checked", "invalid" (for Keras itself), or "exception" (before any budget)."""
     keras.config.set_floatx("float64" if recipe["precision"] == "float64" else "float32")
     keras.config.set_dtype_policy(recipe["precision"])
     limit_s = _limit_searches(recipe)
@@ -71,8 +73,6 @@ def checked(recipe: dict, cache_dir: str) -> dict:
         options |= {"time_limit_s": limit_s, "input_spec": spec if recipe["at_once"] else None}
         result = {"rows": case.batch, "plain_bytes": plain_bytes, "least_bytes": least_bytes}
         return result | _Check(case, recipe, start, options).all_budgets(plain, plain_bytes, least_bytes)
-    except CheckmateError as error:
-        return {"outcome": "refused", "plain_bytes": plain_bytes, "why": f"{type(error).__name__}: {error}"[:CAUSES]}
     except Exception:  # noqa: BLE001 - whatever it is, it is what is looked for
         return {"outcome": "exception", "why": traceback.format_exc()[-CAUSES:]}
 
@@ -141,10 +141,8 @@ class _Check:
                 end = state(model)
         except Wrong as wrong:
             return row | {"outcome": "wrong", "why": str(wrong)}, None
-        except CheckmateError as error:
-            # A solver that fails or hangs is a CheckmateError itself: never an answer to what was asked.
-            outcome = "exception" if type(error) is CheckmateError else "refused"
-            return row | {"outcome": outcome, "why": f"{type(error).__name__}: {error}"[:CAUSES]}, None
+        except REFUSALS as error:
+            return row | {"outcome": "refused", "why": f"{type(error).__name__}: {error}"[:CAUSES]}, None
         except Exception:  # noqa: BLE001 - whatever it is, it is what is looked for
             return row | {"outcome": "exception", "why": traceback.format_exc()[-CAUSES:]}, None
         row |= {
