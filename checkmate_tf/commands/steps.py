@@ -88,7 +88,22 @@ def _run_both(settings: Settings) -> tuple[Outcome, Outcome]:
         model.train_function = plain_function
         _assign(model, half_way)
         plain.run(0, settings.steps // 2)
-    return dataclasses.replace(plain.outcome(), peak_bytes=plain_peak_bytes), planned
+    outcome = dataclasses.replace(plain.outcome(), peak_bytes=plain_peak_bytes)
+    if planned.trained and outcome.trained:
+        outcome = dataclasses.replace(outcome, rounded_loss=_rounded_loss(model, settings, start, plain_function))
+    return outcome, planned
+
+
+def _rounded_loss(model: keras.Model, settings: Settings, start: Values, plain_function) -> float:
+    """The last step's loss of plain Keras from weights that are moved by one unit in the last place."""
+    checkmate_tf.restore(model)
+    model.train_function = plain_function
+    _assign(model, start)
+    for weight in model.trainable_variables:
+        weight.assign(np.nextafter(weight.numpy(), np.inf, dtype=weight.dtype))
+    rounded = _Training(model, settings)
+    rounded.run(settings.warm_up, settings.steps)
+    return rounded.outcome().losses[-1]
 
 
 def update_difference(start: Values, plain: Values, planned: Values) -> float:

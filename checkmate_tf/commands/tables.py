@@ -30,6 +30,7 @@ def comparison(plain: Outcome, planned: Outcome, plain_name: str = "plain Keras"
         ("first update, relative difference", "", _difference(planned), ""),
         ("loss, first step", _loss(plain, 0), _loss(planned, 0), ""),
         ("loss, last step", _loss(plain, -1), _loss(planned, -1), ""),
+        ("loss, last step, weights moved by rounding", _number(plain.rounded_loss), "", ""),
     ]
     failures = [f"  {name}: {run.message}" for name, run in ((plain_name, plain), ("planned", planned)) if run.message]
     return [*aligned(rows), *failures]
@@ -57,4 +58,8 @@ def _difference(planned: Outcome) -> str:
 
 
 def _loss(run: Outcome, which: int) -> str:
-    return f"{run.losses[which]:.6f}" if run.losses else _UNKNOWN
+    return _number(run.losses[which] if run.losses else None)
+
+
+def _number(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:.6f}"

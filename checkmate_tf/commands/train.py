@@ -30,9 +30,10 @@ _DESCRIPTION = """\
 Trains a keras.applications model, from random weights, on small real images that ship inside scikit-learn: first
 in plain Keras, then in the same process with its training step planned to fit the budget. Both start from the same
 weights and see the same batches. Ends with a table of both. The order of additions differs, so the losses start equal
-and float rounding grows from step to step, the faster the higher the learning rate is. "first update, relative
-difference" is the largest difference of any weight after the first step, relative to the most that plain Keras moved
-one: 1e-5 or so in float32, 1e-13 or so with --float64, as rounding is all that it is.
+and float rounding grows from step to step: networks with batch norm amplify it a thousandfold in a few steps. The table
+says how far. "First update, relative difference" is the largest difference of any weight after the first step, relative
+to the most that plain Keras moved one. "Weights moved by rounding" is plain Keras once more, each weight moved by one
+unit in its last place to begin with. With --float64, all of them agree to many digits.
 
 With --wall, each runs in a process of its own whose allocator has a hard limit just above the budget: plain Keras
 is expected to run out of memory there, and the planned step to train.
