@@ -34,7 +34,8 @@ REFINEMENTS = (
 )  # fmt: skip
 COMMON_REFINEMENTS = ("none", "none", "none", "global_clipnorm", "clipnorm", "accumulation", "schedule", "ema")
 FORMS = ("train_on_batch", "arrays", "dataset", "named", "generator")
-COMMON_FORMS = ("train_on_batch", "train_on_batch", "train_on_batch", "arrays", "dataset")
+COMMON_FORMS = ("train_on_batch", "train_on_batch", "train_on_batch", "generator", "arrays", "dataset")
+HOLD_ALL = ("arrays", "dataset", "named")  # forms whose pipeline holds the data of all steps
 FRACTIONS = (0.1, 0.05, 0.15, 0.0, 0.2, 0.3, 0.5, 0.8)  # mostly tight: with more, few models recompute anything
 PRECISIONS = ("float64", "float64", "float64", "float32", "mixed_float16", "mixed_bfloat16")
 COMMON_PRECISIONS = (
@@ -51,8 +52,8 @@ SIMILARITIES = {"clip": 6, "ntxent": 16, "retrieval": 3}
 """Loss -> how many tensors of the batch squared its step holds."""
 KEPT = 1.2  # times the elements of what layers make, which a step holds at its peak
 
-LEAST_MIB, MOST_MIB = 96, 640  # that a model's peak is aimed at; it comes out within a factor of 1.5
-HALF_MIB = 192  # at most, of models in 16 bits: CPUs compute them slowly
+LEAST_MIB, MOST_MIB = 96, 448  # that a model's peak is aimed at; it comes out within a factor of 1.5
+HALF_MIB = 144  # at most, of models in 16 bits: CPUs compute them slowly
 LEAST_ROWS = 2
 
 
@@ -216,6 +217,13 @@ def specification(case: Case, recipe: dict):
         weights = None if weights is None else weights[0]
     whole = (x, y) if weights is None else (x, y, weights)
     return tf.nest.map_structure(lambda a: tf.TensorSpec((case.batch, *a.shape[1:]), a.dtype), whole)
+
+
+def held_bytes(case: Case, recipe: dict) -> int:
+    """What the pipeline that feeds the steps holds beside the batches that it draws."""
+    if recipe["form"] not in HOLD_ALL:
+        return 0
+    return sum(array.nbytes for array in tf.nest.flatten(_data(case, recipe)) if array is not None)
 
 
 def _rows(data, rows: slice):

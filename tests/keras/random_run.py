@@ -34,7 +34,7 @@ from checkmate_tf import _cpu_memory
 from checkmate_tf._files import write_atomically
 
 HERE = pathlib.Path(__file__).parent
-TIMEOUT_S = 600.0  # for one model
+TIMEOUT_S = 900.0  # for one model
 BUDGET = ("outcome", "budget_bytes", "predicted_bytes", "peak_bytes", "recomputed")
 FAILURES = ("over", "wrong", "exception", "crash", "timeout")
 VERSION = 3

@@ -34,7 +34,7 @@ ROUNDING = {"float64": 4e-16, "float32": 2e-7, "mixed_float16": 1e-3, "mixed_bfl
 AMPLIFIED = 10.0  # how much farther than that another program may get
 MOST_PLAIN = 0.9  # of the plain peak: budgets lie between the least that is found and this
 PIPELINE_BYTES = 64 << 10  # on a CPU the pipeline that draws batches has its small tensors in the same allocator
-LIMIT_S, LEAST_LIMIT_S = 3.0, 4.0  # of the searches for a plan and for the least budget: 60 and 20 s for users
+LIMIT_S, LEAST_LIMIT_S = 2.0, 3.0  # of the searches for a plan and for the least budget: 60 and 20 s for users
 LAYERS_LIMIT_S = 0.8  # of both, for models of a few MiB
 PLACED, PLACING_LIMIT_S = 4, 0.2  # small plans whose memory is divided, and how long; 12 and 0.5 s for users
 CAUSES = 3000  # characters of an error that are kept
@@ -70,6 +70,7 @@ def checked(recipe: dict, cache_dir: str) -> dict:
         options = {"cache_dir": cache_dir, "verbose": False}
         spec = random_models.specification(case, recipe)
         least_bytes = checkmate_tf.minimum_budget(case.model, spec, **options).budget_bytes
+        least_bytes += random_models.held_bytes(case, recipe)
         options |= {"time_limit_s": limit_s, "input_spec": spec if recipe["at_once"] else None}
         result = {"rows": case.batch, "plain_bytes": plain_bytes, "least_bytes": least_bytes}
         return result | _Check(case, recipe, start, options).all_budgets(plain, plain_bytes, least_bytes)
