@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -22,7 +23,7 @@ from checkmate_tf.pipeline import ProfiledStep
 from checkmate_tf.reporting import Report
 
 SMALL = "--model MobileNet --image-size 32 --batch-size 2 --steps 2"
-PLAIN = Outcome(TRAINED, peak_bytes=800 * 2**20, step_s=2.0, losses=(3.0, 2.0, 1.5))
+PLAIN = Outcome(TRAINED, peak_bytes=800 * 2**20, step_s=2.0, losses=(3.0, 2.0, 1.5), rounded_loss=1.48)
 PLANNED = Outcome(
     TRAINED,
     peak_bytes=400 * 2**20,
@@ -31,6 +32,7 @@ PLANNED = Outcome(
     budget_bytes=410 * 2**20,
     overhead=1.04,
     gap=0.01,
+    update_difference=2e-6,
 )
 
 
@@ -98,6 +100,32 @@ def test_training_ends_with_a_table_of_both(stub, capsys, tmp_path):
     assert len(written["plain"]["losses"]) == 4
     assert written["plain"]["losses"] == pytest.approx(written["planned"]["losses"], rel=1e-3)
     assert written["plain"]["losses"][0] != written["plain"]["losses"][-1]
+    assert written["plain"]["rounded_loss"] != written["plain"]["losses"][-1]  # by how much: batch norm of two rows
+    assert 0 <= written["planned"]["update_difference"] < 1e-3
+
+
+def test_in_float64_the_losses_of_both_agree_to_many_digits(stub, tmp_path):
+    stub()
+    out = tmp_path / "out.json"
+    assert train(f"--float64 --learning-rate 0.01 --json {out}") == 0
+    written = json.loads(out.read_text())
+    plain, planned = written["plain"], written["planned"]
+    assert written["settings"]["learning_rate"] == 0.01
+    assert planned["update_difference"] < 1e-12
+    assert planned["losses"] == pytest.approx(plain["losses"], rel=1e-9)
+    assert plain["rounded_loss"] == pytest.approx(plain["losses"][-1], rel=1e-2)
+    assert keras.config.floatx() == keras.config.dtype_policy().name == "float32"
+
+
+def test_an_update_differs_relative_to_the_most_that_a_weight_moved():
+    start, plain, planned = (
+        [np.zeros(3), np.ones(2)],
+        [np.full(3, 4.0), np.ones(2)],
+        [np.full(3, 4.0), np.full(2, 1.5)],
+    )
+    assert steps.update_difference(start, plain, planned) == 0.125
+    assert steps.update_difference(start, plain, plain) == 0
+    assert steps.update_difference(start, start, planned) == 1
 
 
 def test_a_peak_above_the_budget_is_a_failure(stub, capsys):
@@ -171,8 +199,10 @@ def test_the_table_sets_both_side_by_side():
         ["budget", "410.00 MiB", "0.512"],
         ["step time", "2.000 s", "2.100 s", "1.050"],
         ["gap to the lower bound", "1.00 %"],
+        ["first update, relative difference", "2.0e-06"],
         ["loss, first step", "3.000000", "3.000000"],
         ["loss, last step", "1.500000", "1.500000"],
+        ["loss, last step, weights moved by rounding", "1.480000"],
     ]
 
 

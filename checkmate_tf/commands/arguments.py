@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from checkmate_tf import budget as budgets
-from checkmate_tf.commands.settings import Settings
+from checkmate_tf.commands.settings import DEFAULT_LEARNING_RATE, Settings
 from checkmate_tf.errors import BudgetError, OptionError
 from checkmate_tf.solvers import names
 
@@ -18,6 +18,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=positive, default=32, metavar="N", help="images per step (default: %(default)s)")
     add("--image-size", type=positive, default=224, metavar="N", help="pixels per side (default: %(default)s)")
     add("--optimizer", default="sgd", help="name in keras.optimizers (default: %(default)s)")
+    add(
+        "--learning-rate",
+        type=not_negative,
+        default=DEFAULT_LEARNING_RATE,
+        metavar="RATE",
+        help="of the optimizer (default: %(default)s)",
+    )
 
 
 def add_implementations(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +68,7 @@ def settings_of(args: argparse.Namespace, **more) -> Settings:
         batch_size=args.batch_size,
         image_size=args.image_size,
         optimizer=args.optimizer,
+        learning_rate=args.learning_rate,
         **more,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -10,6 +11,7 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -24,6 +26,8 @@ from checkmate_tf.errors import CheckmateError, ModelError, is_out_of_memory
 
 _log = logging.getLogger(__name__)
 
+Values = Sequence[np.ndarray]
+
 _PART_OF_LIMIT = 0.98  # what the allocator takes for itself comes out of the limit, too
 
 
@@ -33,9 +37,10 @@ def run_plain(settings: Settings) -> Outcome:
     Raises:
         ModelError: There is no such model, optimizer or image size.
     """
-    training = _Training(build(settings), settings)
-    training.run(settings.warm_up, settings.steps)
-    return training.outcome()
+    with _precision(settings.precision):
+        training = _Training(build(settings), settings)
+        training.run(settings.warm_up, settings.steps)
+        return training.outcome()
 
 
 def run_planned(settings: Settings) -> Outcome:
@@ -44,7 +49,8 @@ def run_planned(settings: Settings) -> Outcome:
     Raises:
         CheckmateError: The model or the budget cannot be used, or no plan was found.
     """
-    return _plan_and_train(build(settings), settings)
+    with _precision(settings.precision):
+        return _plan_and_train(build(settings), settings)[0]
 
 
 def run_both(settings: Settings) -> tuple[Outcome, Outcome]:
@@ -58,9 +64,14 @@ def run_both(settings: Settings) -> tuple[Outcome, Outcome]:
         CheckmateError: The model or the budget cannot be used, or no plan was found.
     """
     reserve(settings.limit_mib)
+    with _precision(settings.precision):
+        return _run_both(settings)
+
+
+def _run_both(settings: Settings) -> tuple[Outcome, Outcome]:
     model = build(settings)
     model.optimizer.build(model.trainable_variables)
-    start = _values(model)
+    start, start_weights = _values(model), _weights(model)
     plain = _Training(model, settings)
     plain.run(settings.warm_up, settings.steps - settings.steps // 2)
     half_way, plain_peak_bytes, plain_function = _values(model), plain.outcome().peak_bytes, model.train_function
@@ -68,13 +79,48 @@ def run_both(settings: Settings) -> tuple[Outcome, Outcome]:
     if isinstance(settings.budget, float):  # of the peak that was measured, not of the one that would be predicted
         budget_bytes = budgets.parse(settings.budget, plain_peak_bytes=plain_peak_bytes, device_bytes=None)
         settings = dataclasses.replace(settings, budget=budget_bytes)
-    planned = _plan_and_train(model, settings)
+    planned, first_weights = _plan_and_train(model, settings)
+    if planned.trained and plain.outcome().trained:
+        difference = update_difference(start_weights, plain.first_weights, first_weights)
+        planned = dataclasses.replace(planned, update_difference=difference)
     if plain.outcome().trained and settings.steps > 1:
         checkmate_tf.restore(model)
         model.train_function = plain_function
         _assign(model, half_way)
         plain.run(0, settings.steps // 2)
-    return dataclasses.replace(plain.outcome(), peak_bytes=plain_peak_bytes), planned
+    outcome = dataclasses.replace(plain.outcome(), peak_bytes=plain_peak_bytes)
+    if planned.trained and outcome.trained:
+        outcome = dataclasses.replace(outcome, rounded_loss=_rounded_loss(model, settings, start, plain_function))
+    return outcome, planned
+
+
+def _rounded_loss(model: keras.Model, settings: Settings, start: Values, plain_function) -> float:
+    """The last step's loss of plain Keras from weights that are moved by one unit in the last place."""
+    checkmate_tf.restore(model)
+    model.train_function = plain_function
+    _assign(model, start)
+    for weight in model.trainable_variables:
+        weight.assign(np.nextafter(weight.numpy(), np.inf, dtype=weight.dtype))
+    rounded = _Training(model, settings)
+    rounded.run(settings.warm_up, settings.steps)
+    return rounded.outcome().losses[-1]
+
+
+def update_difference(start: Values, plain: Values, planned: Values) -> float:
+    """The largest difference of any weight after a step, relative to the most that the plain step moved one.
+
+    Args:
+        start: The weights before.
+        plain: After the plain step.
+        planned: After the planned step.
+    """
+    differ = max(_distance(one, other) for one, other in zip(plain, planned, strict=True))
+    moved = max(_distance(one, other) for one, other in zip(start, plain, strict=True))
+    return differ / moved if moved else float(differ > 0)
+
+
+def _distance(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one.astype(np.float64) - other.astype(np.float64)).max(initial=0.0))
 
 
 def environment() -> dict[str, str | int | None]:
@@ -132,6 +178,7 @@ def build(settings: Settings) -> keras.Model:
         )
     except ValueError as error:
         raise ModelError(f"Keras refuses {settings.model} with {settings.optimizer}: {error}") from error
+    optimizer.learning_rate = settings.learning_rate
     model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy", jit_compile=False)
     return model
 
@@ -139,10 +186,24 @@ def build(settings: Settings) -> keras.Model:
 def batch_spec(settings: Settings) -> tuple[tf.TensorSpec, tf.TensorSpec]:
     """Images and labels of one step."""
     images = (settings.batch_size, settings.image_size, settings.image_size, 3)
-    return tf.TensorSpec(images, tf.float32), tf.TensorSpec(images[:1], tf.int32)
+    return tf.TensorSpec(images, settings.precision), tf.TensorSpec(images[:1], tf.int32)
 
 
-def _plan_and_train(model: keras.Model, settings: Settings) -> Outcome:
+@contextlib.contextmanager
+def _precision(name: str):
+    """Weights that are made, and what is computed, have this precision while it is entered."""
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx(name)
+    keras.config.set_dtype_policy(name)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before[0])
+        keras.config.set_dtype_policy(before[1])
+
+
+def _plan_and_train(model: keras.Model, settings: Settings) -> tuple[Outcome, Values]:
+    """What came of it, and the weights after the first step."""
     try:
         checkmate_tf.compile(
             model,
@@ -157,16 +218,22 @@ def _plan_and_train(model: keras.Model, settings: Settings) -> Outcome:
         cause = error.__cause__
         if not is_out_of_memory(cause):
             raise
-        return Outcome(OUT_OF_MEMORY, message=f"{type(cause).__name__} while it was planned: {_first_line(cause)}")
+        message = f"{type(cause).__name__} while it was planned: {_first_line(cause)}"
+        return Outcome(OUT_OF_MEMORY, message=message), ()
     training = _Training(model, settings)
     training.run(settings.warm_up, settings.steps)
-    return dataclasses.replace(training.outcome(), **_planned_facts(model))
+    return dataclasses.replace(training.outcome(), **_planned_facts(model)), training.first_weights
 
 
 class _Training:
-    """Trains a model on one sequence of batches and measures its steps."""
+    """Trains a model on one sequence of batches and measures its steps.
+
+    Attributes:
+        first_weights: After the first step.
+    """
 
     def __init__(self, model: keras.Model, settings: Settings):
+        self.first_weights: Values = ()
         self._model = model
         self._batches = sample_data.batches(settings.data, settings.batch_size, settings.image_size, seed=settings.seed)
         self._out_of_memory = ""
@@ -184,6 +251,8 @@ class _Training:
                 start_s = time.perf_counter()
                 self._losses.append(float(self._model.train_on_batch(images, labels)))
                 seconds, peak_bytes = time.perf_counter() - start_s, _peak_bytes(device)
+                if len(self._losses) == 1:
+                    self.first_weights = _weights(self._model)
                 if step >= warm_up:
                     self._times_s.append(seconds)
                     self._peaks += [] if peak_bytes is None else [peak_bytes]
@@ -206,6 +275,10 @@ class _Training:
 def _values(model: keras.Model) -> list[np.ndarray]:
     """The state of a model and its optimizer."""
     return [variable.numpy() for variable in (*model.variables, *model.optimizer.variables)]
+
+
+def _weights(model: keras.Model) -> list[np.ndarray]:
+    return [variable.numpy() for variable in model.trainable_variables]
 
 
 def _assign(model: keras.Model, values: list[np.ndarray]) -> None:

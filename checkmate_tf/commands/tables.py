@@ -27,8 +27,10 @@ def comparison(plain: Outcome, planned: Outcome, plain_name: str = "plain Keras"
         ("budget", "", _bytes(planned.budget_bytes), _ratio(planned.budget_bytes, plain.peak_bytes)),
         ("step time", _seconds(plain.step_s), _seconds(planned.step_s), _ratio(planned.step_s, plain.step_s)),
         ("gap to the lower bound", "", _UNKNOWN if planned.gap is None else f"{100 * planned.gap:.2f} %", ""),
+        ("first update, relative difference", "", _difference(planned), ""),
         ("loss, first step", _loss(plain, 0), _loss(planned, 0), ""),
         ("loss, last step", _loss(plain, -1), _loss(planned, -1), ""),
+        ("loss, last step, weights moved by rounding", _number(plain.rounded_loss), "", ""),
     ]
     failures = [f"  {name}: {run.message}" for name, run in ((plain_name, plain), ("planned", planned)) if run.message]
     return [*aligned(rows), *failures]
@@ -51,5 +53,13 @@ def _ratio(planned: float | None, plain: float | None) -> str:
     return _UNKNOWN if planned is None or not plain else f"{planned / plain:.3f}"
 
 
+def _difference(planned: Outcome) -> str:
+    return _UNKNOWN if planned.update_difference is None else f"{planned.update_difference:.1e}"
+
+
 def _loss(run: Outcome, which: int) -> str:
-    return f"{run.losses[which]:.6f}" if run.losses else _UNKNOWN
+    return _number(run.losses[which] if run.losses else None)
+
+
+def _number(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:.6f}"

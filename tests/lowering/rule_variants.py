@@ -57,7 +57,11 @@ def product_variants(draw) -> Variant:
 @st.composite
 def softmax_variants(draw) -> Variant:
     x = spec(*draw(st.lists(st.integers(1, 8), min_size=2, max_size=4)))
-    return Variant((("x", x), ("keep", spec(*x.shape, dtype=tf.bool)), ("scale", spec()), ("dy", x)))
+    inputs = ("x", x), ("keep", spec(*x.shape, dtype=tf.bool)), ("scale", spec()), ("dy", x)
+    if draw(st.booleans()):
+        return Variant(inputs)
+    mask = spec(*(draw(st.sampled_from((1, size))) for size in x.shape), dtype=tf.bool)
+    return Variant((*inputs, ("mask", mask)))
 
 
 @st.composite

@@ -165,8 +165,7 @@ def test_a_replacement_computes_what_the_pattern_computes_in_float64(name, data)
         values["sizes"] = np.array(made, np.int32)
     if "variance" in values:
         values |= {"mean": values["x"].mean((0, 1, 2)), "variance": values["x"].var((0, 1, 2))}
-    if "keep" in values:
-        values["keep"] = values["keep"] > 0
+    values |= {part: values[part] > 0 for part in ("keep", "mask") if part in values}
 
     def results(function, dtype):
         kwargs = {part: value if value.dtype != float else tf.constant(value, dtype) for part, value in values.items()}

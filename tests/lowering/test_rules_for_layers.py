@@ -142,6 +142,44 @@ def test_attention_with_dropout_holds_no_mask_and_draws_the_same_one():
     assert all(graph.tensor_bytes[graph.outputs[op][0]] != scores for op in copies)
 
 
+def masked_attention(layer, *, is_padded: bool = False, **call) -> keras.Model:
+    """On vectors, of which the last ones are masked where it is padded."""
+    inputs = keras.Input((6, 8))
+    x = layers.Masking()(inputs) if is_padded else inputs
+    x = layers.Dense(8)(x)
+    return keras.Model(inputs, layers.Dense(2)(layer(x, x, **call)))
+
+
+def masked_attentions():
+    multi, grouped = layers.MultiHeadAttention, layers.GroupQueryAttention
+    makes = {"multi-head": lambda: multi(2, 4, dropout=0.3), "grouped": lambda: grouped(4, 4, 2, dropout=0.3)}
+    for name, layer in makes.items():
+        yield name + ", causal", masked_attention(layer(), use_causal_mask=True)
+        yield name + ", padded", masked_attention(layer(), is_padded=True)
+        yield name + ", both", masked_attention(layer(), is_padded=True, use_causal_mask=True)
+        for rows in (1, 4):  # for all of the batch, as KerasHub's decoders give it, or for each
+            given = np.tril(np.ones((rows, 6, 6), bool))
+            yield f"{name}, given for {rows}", masked_attention(layer(), attention_mask=given)
+    sees_nothing = np.tril(np.ones((1, 6, 6), bool), -1)
+    yield "a row that sees nothing", masked_attention(multi(2, 4, dropout=0.3), attention_mask=sees_nothing)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not support masking")
+@pytest.mark.parametrize(("why", "model"), list(masked_attentions()), ids=name_of)
+def test_attention_with_dropout_and_a_mask_holds_as_little_as_without_a_mask(why, model):
+    x = numbers(4, 6, 8)
+    x[:, 4:] = 0
+    training = Training(model, x)
+    assert training.fired().count("softmax_dropout") == 1, why
+    training.assert_same()
+    graph = extract(training.fused()).op_graph
+    read = {tensor for op in np.flatnonzero(graph.is_gradient) for tensor in graph.inputs[op]}
+    scores = 4 * (4 if "grouped" in why else 2) * 6 * 6
+    kept = [t for op in np.flatnonzero(~graph.is_gradient) for t in graph.outputs[op] if t in read]
+    large = [graph.types[graph.producer[t]] for t in kept if graph.tensor_bytes[t] in (scores, 4 * scores)]
+    assert sorted(large) == ["SelectV2", "Softmax"]
+
+
 def attentions_that_stay():
     dense = ["dense_weights_gradient"] * 4
     yield "no dropout", attention(dropout=0.0), dense

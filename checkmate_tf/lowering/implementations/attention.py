@@ -55,22 +55,41 @@ TRANSPOSED_PRODUCT = Rule(
 
 
 def _dropouts(site: Site) -> Iterator[Variant]:
-    """Softmax with its gradient."""
+    """Softmax with its gradient, with and without a mask on what it gives."""
     (x,) = site.inputs
-    if x.dtype == tf.float32 and x.shape.is_fully_defined():
-        inputs = {"x": x, "keep": tf.TensorSpec(x.shape, tf.bool), "scale": tf.TensorSpec([]), "dy": x}
-        yield Variant(tuple(inputs.items()))
+    if x.dtype != tf.float32 or not x.shape.is_fully_defined():
+        return
+    inputs = {"x": x, "keep": tf.TensorSpec(x.shape, tf.bool), "scale": tf.TensorSpec([]), "dy": x}
+    yield Variant(tuple(inputs.items()))
+    for mask in _masks(site):
+        yield Variant((*inputs.items(), ("mask", mask)))
 
 
-def _masked(x, keep, scale, dy) -> dict:
+def _masks(site: Site) -> Iterator[tf.TensorSpec]:
+    """What chooses between a softmax and something else: Keras puts zeros where a row sees nothing at all."""
+    softmax = site.name, 0
+    for name in site.view.consumers.get(softmax, ()):
+        reads = site.view.reads[name]
+        if site.view.nodes[name].op == "SelectV2" and reads[1] == softmax:
+            mask = site.view.specs[reads[0]]
+            if mask.shape.is_fully_defined():
+                yield mask
+
+
+def _masked(x, keep, scale, dy, mask=None) -> dict:
     """Dropout of a softmax, and its gradient by the chain rule."""
-    return with_gradients(lambda: tf.where(keep, tf.nn.softmax(x) * scale, 0.0), {"x": x}, ("x",), dy)
+
+    def run():
+        softmax = tf.nn.softmax(x)
+        return tf.where(keep, (softmax if mask is None else tf.where(mask, softmax, 0.0)) * scale, 0.0)
+
+    return with_gradients(run, {"x": x}, ("x",), dy)
 
 
-def _by_its_output(x, keep, scale, dy) -> dict:
+def _by_its_output(x, keep, scale, dy, mask=None) -> dict:
     """The same with the gradient y dy - softmax(x) sum(y dy): what is zero in y has no gradient."""
     softmax = tf.nn.softmax(x)
-    y = tf.where(keep, softmax * scale, 0.0)
+    y = tf.where(keep if mask is None else keep & mask, softmax * scale, 0.0)
     products = y * dy
     return {"y": y, "dx": products - softmax * tf.reduce_sum(products, -1, keepdims=True)}
 
