@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import inspect
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -18,8 +19,8 @@ import tensorflow as tf
 from tensorflow.python.eager import imperative_grad
 from tensorflow.python.ops import gradients_util
 
-# What tapes and tf.gradients call; both take what is differentiated.
-_CALLS = ((imperative_grad, "imperative_grad", 1), (gradients_util, "_GradientsHelper", 0))
+# What tapes and tf.gradients call, and their argument that is differentiated.
+_CALLS = ((imperative_grad, "imperative_grad", "target"), (gradients_util, "_GradientsHelper", "ys"))
 _LOCK = threading.RLock()
 
 
@@ -45,20 +46,23 @@ def watched() -> Iterator[list[Differentiation]]:
     """A list that takes each call that makes gradients while the context is open, as it ends."""
     calls: list[Differentiation] = []
     with _LOCK, contextlib.ExitStack() as stack:
-        for module, name, position in _CALLS:
-            stack.enter_context(_replaced(module, name, position, calls))
+        for module, name, argument in _CALLS:
+            stack.enter_context(_replaced(module, name, argument, calls))
         yield calls
 
 
 @contextlib.contextmanager
-def _replaced(module, name: str, position: int, calls: list[Differentiation]) -> Iterator[None]:
+def _replaced(module, name: str, argument: str, calls: list[Differentiation]) -> Iterator[None]:
     original = getattr(module, name)
+    signature = inspect.signature(original)
 
     def watching(*args, **kwargs):
         graph = tf.compat.v1.get_default_graph()
         first = len(graph.get_operations())
         result = original(*args, **kwargs)
-        calls.append(Differentiation(graph, tuple(tf.nest.flatten(args[position])), first, len(graph.get_operations())))
+        given = signature.bind(*args, **kwargs).arguments[argument]
+        targets = tuple(tf.nest.flatten(given, expand_composites=True))
+        calls.append(Differentiation(graph, targets, first, len(graph.get_operations())))
         return result
 
     setattr(module, name, watching)
