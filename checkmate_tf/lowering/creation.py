@@ -14,18 +14,18 @@ def created(function: tf.types.experimental.ConcreteFunction, stands_in: Mapping
     return own | {name: own[other] for name, other in stands_in.items()}
 
 
-def no_later_than_readers(dependencies: Mapping[str, Iterable[str]], numbers: Mapping[str, int]) -> dict[str, int]:
+def no_later_than_readers(read: Mapping[str, Iterable[str]], numbers: Mapping[str, int]) -> dict[str, int]:
     """Numbers that rise along the graph when it is traced, and still do when Grappler has made one op of equal ones.
 
     The op may have the name of the last of them; it counts as what the first op that needs it does.
 
     Args:
-        dependencies: Name of each op -> names of those whose outputs or end it waits for.
+        read: Name of each op -> names of those whose outputs it reads.
         numbers: Of the ops that were traced. Those that are not there get one, too, if an op that needs them has.
     """
     least = dict(numbers)
-    for name in reversed(list(TopologicalSorter(dependencies).static_order())):
-        for before in dependencies[name] if name in least else ():
+    for name in reversed(list(TopologicalSorter(read).static_order())):
+        for before in read[name] if name in least else ():
             least[before] = min(least[name], least.get(before, least[name]))
     return least
 

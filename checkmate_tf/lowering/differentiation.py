@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import inspect
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -18,8 +19,8 @@ import tensorflow as tf
 from tensorflow.python.eager import imperative_grad
 from tensorflow.python.ops import gradients_util
 
-# What tapes and tf.gradients call; both take what is differentiated.
-_CALLS = ((imperative_grad, "imperative_grad", 1), (gradients_util, "_GradientsHelper", 0))
+# What tapes and tf.gradients call, and their argument that is differentiated.
+_CALLS = ((imperative_grad, "imperative_grad", "target"), (gradients_util, "_GradientsHelper", "ys"))
 _LOCK = threading.RLock()
 
 
@@ -42,23 +43,26 @@ class Differentiation:
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[Differentiation]]:
-    """A list that takes each call that makes gradients while the context is open."""
+    """A list that takes each call that makes gradients while the context is open, as it ends."""
     calls: list[Differentiation] = []
     with _LOCK, contextlib.ExitStack() as stack:
-        for module, name, position in _CALLS:
-            stack.enter_context(_replaced(module, name, position, calls))
+        for module, name, argument in _CALLS:
+            stack.enter_context(_replaced(module, name, argument, calls))
         yield calls
 
 
 @contextlib.contextmanager
-def _replaced(module, name: str, position: int, calls: list[Differentiation]) -> Iterator[None]:
+def _replaced(module, name: str, argument: str, calls: list[Differentiation]) -> Iterator[None]:
     original = getattr(module, name)
+    signature = inspect.signature(original)
 
     def watching(*args, **kwargs):
         graph = tf.compat.v1.get_default_graph()
         first = len(graph.get_operations())
         result = original(*args, **kwargs)
-        calls.append(Differentiation(graph, tuple(tf.nest.flatten(args[position])), first, len(graph.get_operations())))
+        given = signature.bind(*args, **kwargs).arguments[argument]
+        targets = tuple(tf.nest.flatten(given, expand_composites=True))
+        calls.append(Differentiation(graph, targets, first, len(graph.get_operations())))
         return result
 
     setattr(module, name, watching)
@@ -75,8 +79,8 @@ class Passes:
     Attributes:
         gradients: Names of the ops that depend on a seed or were made for gradients, and of those that follow what
             these write, unless a loss depends on them.
-        numbers: Name of each op that a loss depends on, or that was made for gradients -> its pass, counted from 0:
-            how many backward passes were made before it, of those whose gradients are not all part of a loss.
+        numbers: Name of each op that a loss depends on, or that was made for gradients -> its pass, counted from 0. A
+            pass begins where more of a loss is made after gradients that are not all part of a loss.
         forward: Names of the ops that a loss depends on.
     """
 
@@ -94,7 +98,7 @@ def passes_of(graph: tf.Graph, calls: Sequence[Differentiation]) -> Passes:
     ops = graph.get_operations()
     number = {op: k for k, op in enumerate(ops)}
     inputs = [[number[t.op] for t in op.inputs] for op in ops]
-    calls = [call for call in calls if call.graph is graph]
+    calls = _outermost([call for call in calls if call.graph is graph])
     targets = [number[t.op] for call in calls for t in call.targets if getattr(t, "graph", None) is graph]
     forward = np.zeros(len(ops), dtype=bool)
     forward[list(_with_ancestors(targets, inputs))] = True
@@ -107,12 +111,18 @@ def passes_of(graph: tf.Graph, calls: Sequence[Differentiation]) -> Passes:
         # some that were made later, for it to fill.
         follows = any(gradient[d] for d in (*inputs[k], *(number[c] for c in op.control_inputs)) if d < k)
         gradient[k] = (gradient[k] or follows) and not forward[k] and op.type != "Placeholder"
-    ends = sorted(call.end for call in calls if gradient[call.first : call.end].any())
+    ends = [call.end for call in calls if gradient[call.first : call.end].any()]
+    starts = sorted({end + int(forward[end:].argmax()) for end in ends if forward[end:].any()})
     return Passes(
         gradients=frozenset(ops[k].name for k in np.flatnonzero(gradient)),
-        numbers={ops[k].name: bisect.bisect_right(ends, k) for k in np.flatnonzero(made | forward).tolist()},
+        numbers={ops[k].name: bisect.bisect_right(starts, k) for k in np.flatnonzero(made | forward).tolist()},
         forward=frozenset(ops[k].name for k in np.flatnonzero(forward)),
     )
+
+
+def _outermost(calls: Sequence[Differentiation]) -> list[Differentiation]:
+    """Without calls inside others: there a custom gradient computes again what it differentiates."""
+    return [call for k, call in enumerate(calls) if all(call.end <= later.first for later in calls[k + 1 :])]
 
 
 def _with_ancestors(ops: Collection[int], inputs: Sequence[Sequence[int]]) -> set[int]:

@@ -134,15 +134,14 @@ def _original_order(ops: Sequence[tf.Operation], when: Mapping[str, int]) -> lis
     where the one it keeps was created late, all ops that read it would be late.
     """
     constants = {op.name: 0 for op in ops if op.type == "Const"}
-    dependencies = _names(ops)
-    known = {op.name: when[op.name] for op in ops if op.name in when} | constants
-    needed = no_later_than_readers(dependencies, known)
-    place = places(dependencies, {name: needed[name] for name in known})
+    needed = no_later_than_readers(_read(ops), {op.name: when[op.name] for op in ops if op.name in when})
+    known = {name: number for name, number in needed.items() if name in when} | constants
+    place = places({op.name: [before.name for before in _dependencies(op)] for op in ops}, known)
     return sorted(ops, key=lambda op: place[op.name])
 
 
-def _names(ops: Sequence[tf.Operation]) -> dict[str, list[str]]:
-    return {op.name: [before.name for before in _dependencies(op)] for op in ops}
+def _read(ops: Sequence[tf.Operation]) -> dict[str, list[str]]:
+    return {op.name: [t.op.name for t in op.inputs] for op in ops}
 
 
 def _dependencies(op: tf.Operation) -> list[tf.Operation]:
@@ -211,7 +210,7 @@ def _passes(ops, gradients: set[str], inputs, controls, traced: TracedStep) -> t
     """
     known, traced_as = traced.passes, {op.name: traced.stands_in.get(op.name, op.name) for op in ops}
     numbers = {name: known.numbers[other] for name, other in traced_as.items() if other in known.numbers}
-    numbers = no_later_than_readers(_names(ops), numbers)
+    numbers = no_later_than_readers(_read(ops), numbers)
     passes = np.array([numbers.get(op.name, 0) for op in ops], dtype=np.int64)
     in_later_pass = (passes > 0) & [traced_as[op.name] in known.forward for op in ops]
     for k in range(len(ops) - 1, -1, -1):

@@ -48,7 +48,7 @@ class Builder:
         self.ops.append((kind, tuple(reads), tuple(sorted(controls)), outputs, tuple(takes), once, gradient))
         return list(outputs)
 
-    def build(self, results=(), pairs=None) -> OpGraph:
+    def build(self, results=(), pairs=None, passes=None) -> OpGraph:
         kinds, inputs, controls, outputs, takes, once, gradient = zip(*self.ops, strict=True)
         producer, size, storage, persistent = zip(*self.tensors, strict=True) if self.tensors else ((), (), (), ())
         graph = OpGraph(
@@ -66,6 +66,7 @@ class Builder:
             is_gradient=np.array(gradient, dtype=bool),
             results=tuple(results),
             pairs=pairs or {},
+            passes=passes,
         )
         graph.check()
         return graph
@@ -76,10 +77,10 @@ def op_graphs(draw, most_ops=12) -> OpGraph:
     """Aliases, persistent tensors, takeovers, updates that wait for readers, several outputs, empty tensors."""
     made = Builder()
     n = draw(st.integers(1, most_ops))
-    backward_from = draw(st.integers(0, n))
+    turns = draw(st.lists(st.integers(0, n), max_size=3))  # from forward to backward, or back
     for op in range(n):
         known = range(len(made.tensors))
-        gradient = op >= backward_from
+        gradient = sum(turn <= op for turn in turns) % 2 == 1
         kind = draw(st.sampled_from(["op", "op", "op", "alias", "hold", "once"]))
         some = st.lists(st.sampled_from(known), max_size=3) if known else st.just([])
         if kind == "hold" and not gradient:
@@ -96,7 +97,8 @@ def op_graphs(draw, most_ops=12) -> OpGraph:
         waits = waits if kind == "once" else []
         made.add(reads, sizes, controls=waits, takes=takes, once=kind == "once", gradient=gradient)
     tensors = range(len(made.tensors))
-    return made.build(draw(st.lists(st.sampled_from(tensors), max_size=2, unique=True)) if tensors else ())
+    results = draw(st.lists(st.sampled_from(tensors), max_size=2, unique=True)) if tensors else ()
+    return made.build(results, passes=np.array([sum(turn <= op for turn in turns) // 2 for op in range(n)]))
 
 
 @st.composite
@@ -128,12 +130,12 @@ def node_graphs(draw, most_nodes=8) -> Graph:
     """Nodes with random edges, sizes, costs and workspace."""
     n = draw(st.integers(1, most_nodes))
     edges = [(u, v) for v in range(n) for u in range(v) if draw(st.booleans())]
-    forward = draw(st.integers(0, n))
+    turns = draw(st.lists(st.integers(0, n), max_size=3))
     return Graph.build(
         draw(st.lists(st.integers(0, 5), min_size=n, max_size=n)),
         draw(st.lists(st.integers(0, 9), min_size=n, max_size=n)),
         edges,
-        is_gradient=[k >= forward for k in range(n)],
+        is_gradient=[sum(turn <= k for turn in turns) % 2 == 1 for k in range(n)],
     )
 
 

@@ -27,7 +27,6 @@ from checkmate_tf.errors import GraphError
         ({"fixed_bytes": -1}, "must not be negative"),
         ({"out_bytes": [1]}, "out_bytes must hold one value per node: 2"),
         ({"names": ["a"]}, "names must hold one value per node: 2; got 1"),
-        ({"is_gradient": [True, False]}, "forward nodes must precede"),
     ],
 )
 def test_a_graph_that_breaks_a_rule_is_refused(arguments, match):
@@ -53,7 +52,28 @@ def test_edges_are_kept_once_and_in_order():
 
 
 def test_an_empty_graph_is_a_graph():
-    assert Graph.build([], [], []).num_forward == 0
+    graph = Graph.build([], [], [])
+    assert (graph.num_forward, graph.forward_end, graph.forward_runs) == (0, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("is_gradient", "runs", "one_pass"),
+    [
+        ("", (), True),
+        ("FF", ((0, 2),), True),
+        ("GG", (), True),
+        ("FFG", ((0, 2),), True),
+        ("GF", ((1, 2),), False),
+        ("FFGFG", ((0, 2), (3, 4)), False),
+        ("FGGFF", ((0, 1), (3, 5)), False),
+    ],
+)
+def test_passes_are_runs_of_forward_nodes(is_gradient, runs, one_pass):
+    n = len(is_gradient)
+    graph = Graph.build([1] * n, [1] * n, [], is_gradient=[kind == "G" for kind in is_gradient])
+    assert graph.forward_runs == runs
+    assert graph.one_pass == one_pass
+    assert graph.forward_end == (runs[-1][1] if runs else 0)
 
 
 @briefly

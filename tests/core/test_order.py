@@ -39,10 +39,15 @@ def test_orders_are_topological_and_keep_controls(name, graph):
 @pytest.mark.parametrize("name", ["settled", "as they come"])
 @briefly
 @given(graph=op_graphs())
-def test_the_forward_pass_comes_first_in_its_own_order(name, graph):
+def test_one_pass_follows_another_and_forward_ops_come_first_in_their_own_order(name, graph):
     order = ORDERS[name](graph)
-    forward = np.flatnonzero(~graph.is_gradient).tolist()
-    assert order[: len(forward)] == forward
+    for number in range(graph.passes.max() + 1):
+        ops = np.flatnonzero(graph.passes == number)
+        own, order = order[: len(ops)], order[len(ops) :]
+        assert sorted(own) == ops.tolist()
+        forward = ops[~graph.is_gradient[ops]].tolist()
+        assert own[: len(forward)] == forward
+    assert not order
 
 
 @briefly

@@ -106,7 +106,60 @@ def own_step():
     return compiled(OwnStep(), keras.optimizers.SGD(0.1, momentum=0.9), metrics=None)
 
 
-CASES = (conv_batch_norm, dropout, transformer, shared_two_outputs, own_step)
+class MovedWeights(OwnStep):
+    """Sharpness-aware minimization: the gradient of the loss uphill from the weights."""
+
+    def train_step(self, data):
+        x, y = data[:2]
+        _, gradients = self.differentiate(x, y)
+        weights = self.trainable_variables
+        norm = tf.linalg.global_norm(gradients) + 1e-12
+        moves = [0.05 * gradient / norm for gradient in gradients]
+        for weight, move in zip(weights, moves, strict=True):
+            weight.assign_add(move)
+        loss, gradients = self.differentiate(x, y)
+        for weight, move in zip(weights, moves, strict=True):
+            weight.assign_sub(move)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss, "norm": norm}
+
+    def differentiate(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        return loss, tape.gradient(loss, self.trainable_variables)
+
+
+class ThreeUpdates(MovedWeights):
+    """Three updates in a step, each with a penalty on the gradient by the input."""
+
+    def train_step(self, data):
+        x, y = data[:2]
+        for _ in range(3):
+            loss, gradients = self.differentiate(x, y)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            self.seen.assign_add(1)
+        return {"loss": loss}
+
+    def differentiate(self, x, y):
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                loss = self.compute_loss(x, y, self(x, training=True))
+            loss += tf.reduce_sum(tf.square(inner.gradient(loss, x)))
+        return loss, tape.gradient(loss, self.trainable_variables)
+
+
+def moved_weights():
+    """Two passes with an update of the weights between them."""
+    return compiled(MovedWeights(), keras.optimizers.SGD(0.1, momentum=0.9), metrics=None)
+
+
+def three_updates():
+    """Three passes with updates between them, and gradients of gradients."""
+    return compiled(ThreeUpdates(), keras.optimizers.SGD(0.1, momentum=0.9), metrics=None)
+
+
+CASES = (conv_batch_norm, dropout, transformer, shared_two_outputs, own_step, moved_weights, three_updates)
 
 
 def main(cache_dir: str) -> None:

@@ -11,9 +11,17 @@ import sys
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-pytestmark = pytest.mark.slow  # thirty trainings in one process of their own
+pytestmark = pytest.mark.slow  # forty-two trainings in one process of their own
 
-CASES = ("conv_batch_norm", "dropout", "transformer", "shared_two_outputs", "own_step")
+CASES = (
+    "conv_batch_norm",
+    "dropout",
+    "transformer",
+    "shared_two_outputs",
+    "own_step",
+    "moved_weights",
+    "three_updates",
+)
 
 
 @pytest.fixture(scope="session")

@@ -81,6 +81,32 @@ def take_over() -> Graph:
     )
 
 
+def in_turn(first: Graph, second: Graph, crossing=(), **kwargs) -> Graph:
+    """One step after the other; `crossing` are edges from nodes of the first to nodes of the second."""
+    n = first.n
+    edges = [(i, k) for k, deps in enumerate(first.deps) for i in deps]
+    edges += [(n + i, n + k) for k, deps in enumerate(second.deps) for i in deps]
+    return Graph.build(
+        [*first.cost, *second.cost],
+        [*first.out_bytes, *second.out_bytes],
+        [*edges, *((i, n + k) for i, k in crossing)],
+        is_gradient=[*first.is_gradient, *second.is_gradient],
+        **kwargs,
+    )
+
+
+def several_passes() -> dict[str, Graph]:
+    """Steps whose forward passes follow gradients."""
+    return {
+        "two passes": in_turn(chain(4), chain(4), fixed_bytes=2),
+        "moved input": in_turn(chain(4), chain(3), [(7, 0)]),  # the last gradient of the first goes into the second
+        "shared values": in_turn(residual(1), chain(3), [(1, 0), (3, 1), (2, 5)]),
+        "three passes": in_turn(in_turn(chain(3), chain(2), [(2, 0)]), chain(3), [(0, 1)]),
+        "update first": in_turn(Graph.build([1, 1], [2, 3], [(0, 1)], is_gradient=[True] * 2), chain(4), [(0, 0)]),
+        "once in between": in_turn(chain(3), chain(4), [(1, 2)], recomputable=[True, False, *[True] * 12]),
+    }
+
+
 def odd_ones() -> dict[str, Graph]:
     return {
         "one node": Graph.build([1.0], [4], []),
@@ -112,6 +138,7 @@ SMALL = {
     "layered 1": random_layered(1),
     "layered 2": random_layered(2),
     "take over": take_over(),
+    **several_passes(),
     **odd_ones(),
 }
 

@@ -36,19 +36,27 @@ MODELS = (
 
 @st.composite
 def graphs(draw, largest=5):
-    k = draw(st.integers(1, largest))
+    """One pass, or two small ones."""
+    sizes = draw(st.one_of(st.tuples(st.integers(1, largest)), st.tuples(*[st.integers(1, largest // 2)] * 2)))
+    n = 2 * sum(sizes)
+    once = draw(st.lists(st.booleans(), min_size=n, max_size=n))
+    more = {
+        "fixed_bytes": draw(st.integers(0, 3)),
+        "recomputable": [not o for o in once],
+        "workspace_bytes": draw(st.lists(st.integers(-2, 2), min_size=n, max_size=n)),
+    }
+    if len(sizes) == 1:
+        return draw(one_pass(*sizes, **more))
+    first, second = (draw(one_pass(k)) for k in sizes)
+    pairs = itertools.product(range(first.n), range(second.n))
+    return small.in_turn(first, second, draw(st.lists(st.sampled_from(list(pairs)), max_size=3)), **more)
+
+
+@st.composite
+def one_pass(draw, k, **more):
     edges = [e for e in itertools.combinations(range(k), 2) if draw(st.booleans())]
     numbers = st.lists(st.integers(0, 5), min_size=k, max_size=k)
-    once = draw(st.lists(st.booleans(), min_size=2 * k, max_size=2 * k))
-    workspace = draw(st.lists(st.integers(-2, 2), min_size=2 * k, max_size=2 * k))
-    return small.train_graph(
-        edges,
-        draw(numbers),
-        draw(numbers),
-        fixed_bytes=draw(st.integers(0, 3)),
-        recomputable=[not o for o in once],
-        workspace_bytes=workspace,
-    )
+    return small.train_graph(edges, draw(numbers), draw(numbers), **more)
 
 
 def random_held(graph, blocks, seed):
@@ -147,7 +155,9 @@ def test_rounding_repairs_whatever_the_relaxation_says(graph, seed, restrictions
         assert all(not held & ~(allowed | once) for held, allowed in zip(schedule.held, most, strict=True))
 
 
-@pytest.mark.parametrize("name", ["chain", "residual", "u", "dense", "take over", "several outputs"])
+@pytest.mark.parametrize(
+    "name", ["chain", "residual", "u", "dense", "take over", "several outputs", *small.several_passes()]
+)
 def test_relaxation_bounds_the_program_and_the_program_is_the_search_space(name):
     """The whole program, solved as one neighborhood, is what trying all retentions gives."""
     graph = small.SMALL[name]
