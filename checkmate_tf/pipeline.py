@@ -250,9 +250,9 @@ class ProfiledStep:
             return self.joint().minimum()
 
     def plain_peak_bytes(self) -> int:
-        """Predicted allocator peak of the unmodified step: ops run as they become ready."""
+        """Predicted allocator peak of the unmodified step: ops run as they become ready, side by side on a CPU."""
         if self._plain_peak_bytes is None:
-            self._plain_peak_bytes = self.unmodified().planner.unordered().peak_bytes
+            self._plain_peak_bytes = self.unmodified().planner.unmodified_peak_bytes(devices.workers(self.device))
         return self._plain_peak_bytes
 
     def unmodified(self) -> ProfiledStep:
