@@ -270,12 +270,13 @@ class ProfiledStep:
             return self.joint().minimum()
 
     def plain_peak_bytes(self) -> int:
-        """Predicted allocator peak of the unmodified step: ops run as they become ready.
+        """Predicted allocator peak of the unmodified step: ops run as they become ready, side by side on a CPU.
 
         It is at least what a call takes, counted or not: a fraction of nothing would be no budget.
         """
         if self._plain_peak_bytes is None:
-            self._plain_peak_bytes = max(_CALL_BYTES, self.unmodified().planner.unordered().peak_bytes)
+            predicted = self.unmodified().planner.unmodified_peak_bytes(devices.workers(self.device))
+            self._plain_peak_bytes = max(_CALL_BYTES, predicted)
         return self._plain_peak_bytes
 
     def unmodified(self) -> ProfiledStep:

@@ -146,6 +146,7 @@ def test_the_unmodified_step_is_simulated_in_the_order_in_which_ops_are_ready():
     plans = planner(REPORTS["exact"])
     assert plans.unordered().plan.recomputed() == {}
     assert plans.unordered().peak_bytes >= plans.store_all().peak_bytes
+    assert plans.unmodified_peak_bytes(1) == plans.unordered().peak_bytes <= plans.unmodified_peak_bytes(2)
 
 
 def test_no_other_strategy_stands_in_for_a_named_one():

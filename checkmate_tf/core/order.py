@@ -98,7 +98,21 @@ def low_peak_order(graph: OpGraph, *, settle: bool) -> list[int]:
 
 
 def ready_order(graph: OpGraph) -> list[int]:
-    """The order in which a runtime without control edges runs the unmodified step: first ready, first run."""
+    """The order in which a runtime without control edges runs the ops one by one: first ready, first run."""
+    return side_by_side(graph, np.zeros(graph.n), 1)[0]
+
+
+def side_by_side(graph: OpGraph, time_s: np.ndarray, workers: int) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """When a runtime without control edges runs the ops: first ready, first run, by the first worker that is free.
+
+    Args:
+        graph: The step.
+        time_s: float64 (ops,). Of each op.
+        workers: How many ops run at once.
+
+    Returns:
+        The ops in the order in which they begin; when each of these begins; when each ends.
+    """
     waits = [deps.union(graph.awaits.get(op, ())) for op, deps in enumerate(graph.deps)]
     missing = [len(deps) for deps in waits]
     users: list[list[int]] = [[] for _ in range(graph.n)]
@@ -106,15 +120,22 @@ def ready_order(graph: OpGraph) -> list[int]:
         for dep in sorted(deps):
             users[dep].append(op)
     ready = collections.deque(op for op in range(graph.n) if not missing[op])
-    order = []
-    while ready:
-        op = ready.popleft()
-        order.append(op)
-        for user in users[op]:
+    running: list[tuple[float, int, int]] = []  # (end, place in the order, op)
+    order: list[int] = []
+    begin_s, end_s, now_s = [], [], 0.0
+    while ready or running:
+        while ready and len(running) < workers:
+            op = ready.popleft()
+            heapq.heappush(running, (now_s + time_s[op], len(order), op))
+            order.append(op)
+            begin_s.append(now_s)
+            end_s.append(now_s + time_s[op])
+        now_s, _, done = heapq.heappop(running)
+        for user in users[done]:
             missing[user] -= 1
             if not missing[user]:
                 ready.append(user)
-    return order
+    return order, np.array(begin_s), np.array(end_s)
 
 
 def _topological(graph: OpGraph, ops: Sequence[int], priority: Callable[[int], object]) -> list[int]:

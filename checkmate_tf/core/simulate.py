@@ -62,6 +62,17 @@ class Memory:
         """The same with the events of tensors only."""
         return self.with_events(self.event_tensor != _WORKSPACE)
 
+    def overlapping(self, begin_s: np.ndarray, end_s: np.ndarray) -> Memory:
+        """The same allocations and frees where steps overlap: each allocates when it begins, and frees when it ends.
+
+        Args:
+            begin_s: float64 (steps,). When each step begins.
+            end_s: float64 (steps,). When it ends.
+        """
+        frees = self.event_bytes < 0
+        when_s = np.where(frees, end_s[self.event_step], begin_s[self.event_step])
+        return self.with_events(np.lexsort((~frees, when_s)))
+
     def large_events(self, least_bytes: int) -> np.ndarray:
         """bool (events,). Whether each event is of a buffer of at least that size."""
         large = np.unique(self.event_buffer[self.event_bytes >= max(1, least_bytes)])

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableSequ
 
 import networkx as nx
 from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2, node_def_pb2
-from tensorflow.python.eager import context
 
 from checkmate_tf.lowering.creation import op_of
+from checkmate_tf.lowering.definitions import body
 from checkmate_tf.lowering.in_place import in_place, one_row
 from checkmate_tf.lowering.onednn import merged_inputs
 
@@ -66,11 +66,11 @@ class _Functions:
 
     def _in_place(self, name: str, flags: tuple[bool, ...]) -> str:
         """Name of a function with assignments in place to the arguments that are flagged; its own, if it has none."""
-        body = self._body(name)
-        if body is None or _is_for_xla(body):
+        function = self._body(name)
+        if function is None or _is_for_xla(function):
             return name
         if (name, flags) not in self._made:
-            changed = self._changed(body, flags)
+            changed = self._changed(function, flags)
             if changed is not None:
                 changed.signature.name += _IN_PLACE + "".join(map("{:d}".format, flags))
                 self._library.append(changed)
@@ -79,10 +79,10 @@ class _Functions:
 
     def _body(self, name: str) -> function_pb2.FunctionDef | None:
         """A function by its name; a graph has those that its own ops call, and TensorFlow all."""
-        known = context.context()
-        if name not in self._bodies and known.has_function(name):
-            self._bodies[name] = known.get_function_def(name)
-        return self._bodies.get(name)
+        found = body(name, self._bodies)
+        if found is not None:
+            self._bodies[name] = found
+        return found
 
     def _changed(self, body: function_pb2.FunctionDef, flags: tuple[bool, ...]) -> function_pb2.FunctionDef | None:
         arguments = {arg.name for arg, flag in zip(body.signature.input_arg, flags, strict=True) if flag}

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 from tensorflow.python.ops import handle_data_util
 
-from checkmate_tf.lowering.definitions import called, is_stateful
+from checkmate_tf.lowering.definitions import Bodies, body, called, is_stateful
 
 _CALL, _PURE_CALL = "StatefulPartitionedCall", "PartitionedCall"
 _READ = "ReadVariableOp"
@@ -67,11 +67,11 @@ def _only_reads(body: function_pb2.FunctionDef, bodies: Mapping[str, function_pb
     return not resources & set(body.ret.values())
 
 
-def _has_state(node: node_def_pb2.NodeDef, bodies: Mapping[str, function_pb2.FunctionDef]) -> bool:
+def _has_state(node: node_def_pb2.NodeDef, bodies: Bodies) -> bool:
     """Whether an op has state, or calls what may have."""
+    functions = (body(name, bodies) for name in called(node, bodies))
     return is_stateful(node, bodies) or any(
-        name not in bodies or any(_has_state(inner, bodies) for inner in bodies[name].node_def)
-        for name in called(node, bodies)
+        function is None or any(_has_state(inner, bodies) for inner in function.node_def) for function in functions
     )
 
 

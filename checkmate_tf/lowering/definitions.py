@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tensorflow.core.framework import attr_value_pb2, function_pb2, node_def_pb2
+from tensorflow.core.framework import attr_value_pb2, function_pb2, node_def_pb2, op_def_pb2
+from tensorflow.python.eager import context
 from tensorflow.python.framework import op_def_registry
 
 Bodies = Mapping[str, function_pb2.FunctionDef]
-"""The functions of a graph, by name."""
+"""Functions by name. A graph has those that its own ops call; those that these call, TensorFlow knows."""
+
+
+def body(name: str, bodies: Bodies) -> function_pb2.FunctionDef | None:
+    """A function by its name, or None where there is none."""
+    if name in bodies:
+        return bodies[name]
+    known = context.context()
+    return known.get_function_def(name) if known.has_function(name) else None
 
 
 def is_stateful(node: node_def_pb2.NodeDef, bodies: Bodies) -> bool:
     """Whether an op has state by its definition. One that is not known may have some."""
-    if node.op in bodies:
-        return bodies[node.op].signature.is_stateful
-    definition = op_def_registry.get(node.op)
+    definition = _definition(node, bodies)
     return definition is None or definition.is_stateful
 
 
 def called(node: node_def_pb2.NodeDef, bodies: Bodies) -> Iterator[str]:
     """Names of the functions that an op calls, by its type or by its attributes."""
-    if node.op in bodies:
+    if op_def_registry.get(node.op) is None and body(node.op, bodies) is not None:
         yield node.op
     for value in node.attr.values():
         if value.HasField("func"):
@@ -30,16 +37,23 @@ def called(node: node_def_pb2.NodeDef, bodies: Bodies) -> Iterator[str]:
 
 
 def input_dtype(node: node_def_pb2.NodeDef, position: int, bodies: Bodies) -> int:
-    """Data type, as TensorFlow's enum, of an input of an op."""
-    signature = bodies[node.op].signature if node.op in bodies else op_def_registry.get(node.op)
+    """Data type, as TensorFlow's enum, of an input of an op that is known."""
     dtypes: list[int] = []
-    for argument in signature.input_arg:
+    for argument in _definition(node, bodies).input_arg:
         if argument.type_list_attr:
             dtypes += node.attr[argument.type_list_attr].list.type
         else:
             dtype = node.attr[argument.type_attr].type if argument.type_attr else argument.type
             dtypes += [dtype] * (node.attr[argument.number_attr].i if argument.number_attr else 1)
     return dtypes[position]
+
+
+def _definition(node: node_def_pb2.NodeDef, bodies: Bodies) -> op_def_pb2.OpDef | None:
+    definition = op_def_registry.get(node.op)
+    if definition is not None:
+        return definition
+    function = body(node.op, bodies)
+    return None if function is None else function.signature
 
 
 def is_importable(node: node_def_pb2.NodeDef) -> bool:

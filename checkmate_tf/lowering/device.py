@@ -33,6 +33,13 @@ def threads() -> int:
     return tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
 
 
+def workers(device: str) -> int:
+    """Number of ops that run at once in a function that leaves their order open; a GPU takes one after the other."""
+    if not is_cpu(device):
+        return 1
+    return tf.config.threading.get_inter_op_parallelism_threads() or len(os.sched_getaffinity(0))
+
+
 def in_use_bytes(device: str) -> int:
     """Bytes that the allocator has handed out at this moment."""
     return tf.config.experimental.get_memory_info(device)["current"]

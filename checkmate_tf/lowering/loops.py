@@ -21,7 +21,7 @@ from tensorflow.core.framework import function_pb2, node_def_pb2
 
 from checkmate_tf.core.opgraph import CONTROL_FLOW, OpGraph
 from checkmate_tf.lowering import device as devices
-from checkmate_tf.lowering.definitions import called, is_stateful
+from checkmate_tf.lowering.definitions import Bodies, body, called, is_stateful
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.rebuild import call_unoptimized
 from checkmate_tf.lowering.scratch import asked_by, without_outputs
@@ -194,10 +194,14 @@ def _is_counting(condition: function_pb2.FunctionDef) -> bool:
     )
 
 
-def _reads_only(nodes, bodies: Mapping[str, function_pb2.FunctionDef]) -> bool:
+def _reads_only(nodes, bodies: Bodies) -> bool:
     """Whether ops, with all functions that they call, have no state but variables that they read."""
-    return all(
-        (node.op in _CALLS or node.op in bodies or node.op in _ONLY_READ or not is_stateful(node, bodies))
-        and all(name in bodies and _reads_only(bodies[name].node_def, bodies) for name in called(node, bodies))
-        for node in nodes
-    )
+    return all(_op_reads_only(node, bodies) for node in nodes)
+
+
+def _op_reads_only(node: node_def_pb2.NodeDef, bodies: Bodies) -> bool:
+    functions = [body(name, bodies) for name in called(node, bodies)]
+    is_call = node.op in _CALLS or any(function.signature.name == node.op for function in functions if function)
+    if not is_call and node.op not in _ONLY_READ and is_stateful(node, bodies):
+        return False
+    return all(function is not None and _reads_only(function.node_def, bodies) for function in functions)

@@ -16,7 +16,7 @@ import numpy as np
 
 from checkmate_tf.budget import format_bytes
 from checkmate_tf.core.opgraph import Costs, OpGraph
-from checkmate_tf.core.order import low_peak_order, permute, ready_order
+from checkmate_tf.core.order import low_peak_order, permute, ready_order, side_by_side
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.problem import Options
 from checkmate_tf.core.simulate import Memory, simulate, working_set_bytes
@@ -388,6 +388,17 @@ class Planner:
         candidate = self._simulated(ordered, costs, range(ordered.n))
         peak = self._allocator_peak(candidate.memory, (), STATES)
         return dataclasses.replace(candidate, peak_bytes=NEVER if peak is None else peak)
+
+    def unmodified_peak_bytes(self, workers: int) -> int:
+        """Peak of the unmodified step, of whose ops so many run at once: the higher of those one by one and so."""
+        peak_bytes = self.unordered().peak_bytes
+        if workers == 1 or peak_bytes == NEVER:
+            return peak_bytes
+        order, begin_s, end_s = side_by_side(self._op_graph, self._costs.time_s, workers)
+        ordered, costs = permute(self._op_graph, self._costs, order)
+        memory = simulate(ordered, compile_plan(ordered, range(ordered.n)), costs.workspace_bytes, costs.blocks)
+        overlapping = self._allocator_peak(memory.overlapping(begin_s, end_s), (), STATES)
+        return NEVER if overlapping is None else max(peak_bytes, overlapping)
 
     def tensor_peak(self, candidate: Candidate) -> int:
         """Peak in bytes of tensors that are counted, everything included."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from random_graphs import Builder, briefly, costs_for, op_graphs
 
 from checkmate_tf.core.opgraph import Costs
-from checkmate_tf.core.order import low_peak_order, permute, ready_order
+from checkmate_tf.core.order import low_peak_order, permute, ready_order, side_by_side
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
 from checkmate_tf.errors import GraphError
@@ -187,3 +187,45 @@ def test_a_pair_that_cannot_be_kept_is_reported():
 
 def _with_pairs(graph, pairs):
     return dataclasses.replace(graph, pairs=pairs)
+
+
+@given(op_graphs(), st.integers(1, 4))
+@briefly
+def test_ops_that_run_side_by_side_wait_for_what_they_need_and_for_a_worker(graph, workers):
+    time_s = costs_for(graph).time_s
+    order, begin_s, end_s = side_by_side(graph, time_s, workers)
+    assert sorted(order) == list(range(graph.n))
+    place = {op: k for k, op in enumerate(order)}
+    assert np.allclose(end_s - begin_s, time_s[order])
+    assert all(end_s[place[dep]] <= begin_s[place[op]] for op in order for dep in graph.deps[op])
+    assert all(np.sum((begin_s <= now) & (now < end_s)) <= workers for now in begin_s)
+    if workers == 1:
+        assert order == ready_order(graph)
+
+
+@given(op_graphs(), st.integers(2, 4))
+@briefly
+def test_events_of_ops_side_by_side_are_those_of_the_ops_one_by_one(graph, workers):
+    order, begin_s, end_s = side_by_side(graph, costs_for(graph).time_s, workers)
+    permuted, costs = permute(graph, costs_for(graph), order)
+    memory = simulate(permuted, compile_plan(permuted, range(graph.n)), costs.workspace_bytes)
+    overlapping = memory.overlapping(begin_s, end_s)
+    assert sorted(overlapping.event_buffer) == sorted(memory.event_buffer)
+    assert overlapping.event_bytes.sum() == memory.event_bytes.sum()
+    held = set()
+    for buffer, size in zip(overlapping.event_buffer, overlapping.event_bytes, strict=True):
+        (held.add if size > 0 else held.remove)(buffer)  # nothing is freed before it was asked for
+
+
+def test_workspace_of_two_ops_at_once_counts_twice():
+    builder = Builder()
+    first, second = builder.add(makes=(1,)), builder.add(makes=(1,))
+    builder.add(reads=(*first, *second), makes=(1,))
+    graph = builder.build()
+    costs = Costs(np.array([2.0, 1.0, 1.0]), np.array([100, 70, 0]))
+    peaks = []
+    for workers in (1, 2):
+        order, begin_s, end_s = side_by_side(graph, costs.time_s, workers)
+        memory = simulate(graph, compile_plan(graph, order), costs.workspace_bytes).overlapping(begin_s, end_s)
+        peaks.append(memory.most_counted_bytes(0))
+    assert peaks == [101, 172]
