@@ -147,6 +147,7 @@ class ProfiledStep:
             strategy=strategy,
             archive_dir=archive_dir,
             rearrange=self.tidy,
+            batch_bytes=devices.counted_bytes(self.device, self._fed_bytes),
         )
 
     def replay(

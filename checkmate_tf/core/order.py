@@ -60,7 +60,7 @@ def low_peak_order(graph: OpGraph, *, settle: bool) -> list[int]:
             before their first reader, and those that free more than they make to right behind what
             they read. Lowers the minimum budget; not always better at loose budgets.
     """
-    leads_to_one_update = _leads_to_one_update(graph)
+    for_one_update = leads_to_one_update(graph)
 
     def priority(op: int) -> tuple[int, int, float]:
         if not graph.is_gradient[op]:
@@ -69,14 +69,14 @@ def low_peak_order(graph: OpGraph, *, settle: bool) -> list[int]:
             return (1, -2, op)
         if graph.once[op]:
             return (1, -1, op)
-        return (1, 0 if leads_to_one_update[op] else 1, op)
+        return (1, 0 if for_one_update[op] else 1, op)
 
     order = _topological(graph, range(graph.n), priority)
     if not settle:
         return order
     num_forward = int(np.count_nonzero(~graph.is_gradient))
     paired = {*graph.pairs, *graph.pairs.values()}
-    movable = ~(leads_to_one_update | graph.once)
+    movable = ~(for_one_update | graph.once)
     movable[list(paired)] = False
     return order[:num_forward] + settled(graph, order[num_forward:], movable)
 
@@ -134,7 +134,7 @@ def _pair_dep(graph: OpGraph, op: int) -> frozenset[int]:
     return frozenset((graph.pairs[op],)) if op in graph.pairs else frozenset()
 
 
-def _leads_to_one_update(graph: OpGraph) -> np.ndarray:
+def leads_to_one_update(graph: OpGraph) -> np.ndarray:
     """bool (ops,). Gradient ops whose every path ends in the same single update (op with side effects)."""
     none, many = -1, -2
     target = [none] * graph.n
