@@ -23,7 +23,7 @@ from checkmate_tf.lowering.again import KEPT_STATISTICS
 from checkmate_tf.lowering.arena import gather, make_room
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, LAST_RESORT, RULES
-from checkmate_tf.lowering.profile import profile
+from checkmate_tf.lowering.profile import Profile, profile
 from checkmate_tf.lowering.rebuild import rebuild
 from checkmate_tf.lowering.seats import Seats
 from checkmate_tf.lowering.trace import TracedStep, trace
@@ -206,9 +206,9 @@ class ProfiledStep:
         """Seats for batches, one for each state of memory, and for the small tensors of the step."""
         return Seats(self._fed_bytes * STATES, self._small, self.device, self._most_seats_bytes)
 
-    def op_graph_at(self, spec) -> OpGraph:
-        """The step traced for another argument, without measured storage."""
-        return extract(self._trace(spec)).op_graph
+    def profile_at(self, spec) -> Profile:
+        """The step traced and profiled for another argument."""
+        return profile(extract(self._trace(spec)), self.device, cache_dir=self.settings.cache_dir)
 
     def _trace(self, spec) -> TracedStep:
         if self.chosen is OWN:
