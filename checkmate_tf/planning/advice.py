@@ -42,7 +42,7 @@ def at_peak(smallest: Candidate, base_bytes: int, batch_bytes: int) -> str:
         f"{name} {format_bytes(size)} ({100 * size / total:.0f} %)" for name, size in parts.most_common() if size > 0
     )
     where = "".join(f" Most of what is made in the step is of {place}." for place, _ in places.most_common(1))
-    bottleneck = _place(graph, int(smallest.plan.ops[step]))
+    bottleneck = f"{_place(graph, int(smallest.plan.ops[step]))} (op {smallest.bottleneck})"
     return f"At its peak, in {bottleneck}, it holds: {listed}.{where} Try: {_tries(parts, total)}"
 
 
