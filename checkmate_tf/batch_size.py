@@ -127,6 +127,23 @@ def largest_confirmed(confirm: Callable[[int], bool], size: int) -> int:
     return max(size, 0)
 
 
+def larger_confirmed(confirm: Callable[[int], bool], size: int, most: int) -> int:
+    """The last size, upwards from `size` in growing steps, that `confirm` holds for; `size` if it holds for none.
+
+    Args:
+        confirm: As for `largest_confirmed`.
+        size: For which it holds, or 0.
+        most: A size above which it does not.
+    """
+    stride = _STRIDE - 1
+    while size and size < most:
+        larger = min(most, math.ceil(size * (1 + stride)))
+        if not confirm(larger):
+            break
+        size, stride = larger, min(1.0, 2 * stride)
+    return size
+
+
 def largest_exactly(fits: Callable[[int], bool], start: int) -> int:
     """The largest size for which `fits`, which is cheap, holds; 0 if it holds for none.
 

@@ -168,6 +168,7 @@ class ProfiledStep:
             strategy=strategy,
             archive_dir=archive_dir,
             rearrange=self.tidy,
+            batch_bytes=devices.counted_bytes(self.device, self._fed_bytes),
         )
 
     def replay(
@@ -226,9 +227,9 @@ class ProfiledStep:
         """Seats for batches, one for each state of memory, and for the small tensors of the step."""
         return Seats(self._fed_bytes * STATES, self._small, self.device, self._most_seats_bytes)
 
-    def op_graph_at(self, spec) -> OpGraph:
-        """The step traced for another argument, without measured storage."""
-        return extract(self._trace(spec)).op_graph
+    def profile_at(self, spec) -> Profile:
+        """The step traced and profiled for another argument."""
+        return profile(extract(self._trace(spec)), self.device, cache_dir=self.settings.cache_dir)
 
     def _trace(self, spec) -> TracedStep:
         if self.chosen is OWN:

@@ -11,6 +11,7 @@ from checkmate_tf.batch_size import (
     TOLERANCE,
     BatchTrial,
     MaxBatchSize,
+    larger_confirmed,
     largest_confirmed,
     largest_exactly,
     largest_that,
@@ -70,3 +71,17 @@ def test_the_result_shows_what_was_measured():
     shown = str(result(measured_step_s=None, measured_peak_bytes=None))
     assert "measured" not in shown
     assert "1.200 (cap 1.400)" in shown
+
+
+@given(st.integers(1, 1000), st.integers(0, 2000), st.integers(0, 2000))
+def test_a_confirmed_size_is_tried_upwards(size, more, beyond):
+    largest, tried = size + more, []
+    found = larger_confirmed(lambda k: tried.append(k) or k <= largest, size, largest + beyond)
+    assert size <= found <= largest
+    assert tried == sorted(set(tried)), "each larger than the one before"
+    assert all(k <= largest + beyond for k in tried)
+    assert found == largest + beyond or tried[-1] > largest
+
+
+def test_what_is_not_confirmed_is_not_tried_upwards():
+    assert larger_confirmed(lambda _: True, 0, 10) == 0

@@ -74,7 +74,7 @@ def low_peak_order(graph: OpGraph, *, settle: bool) -> list[int]:
             before their first reader, and those that free more than they make to right behind what
             they read. Lowers the minimum budget; not always better at loose budgets.
     """
-    leads_to_one_update = _leads_to_one_update(graph)
+    for_one_update = leads_to_one_update(graph)
 
     passes, is_gradient = graph.passes.tolist(), graph.is_gradient.tolist()
 
@@ -85,13 +85,13 @@ def low_peak_order(graph: OpGraph, *, settle: bool) -> list[int]:
             return (passes[op], 1, -2, op)
         if graph.once[op]:
             return (passes[op], 1, -1, op)
-        return (passes[op], 1, 0 if leads_to_one_update[op] else 1, op)
+        return (passes[op], 1, 0 if for_one_update[op] else 1, op)
 
     order = _topological(graph, range(graph.n), priority)
     if not settle:
         return order
     paired = {*graph.pairs, *graph.pairs.values()}
-    movable = ~(leads_to_one_update | graph.once)
+    movable = ~(for_one_update | graph.once)
     movable[list(paired)] = False
     runs = [list(run) for _, run in itertools.groupby(order, key=is_gradient.__getitem__)]
     return [op for run in runs for op in (settled(graph, run, movable) if is_gradient[run[0]] else run)]
@@ -171,7 +171,7 @@ def _pair_dep(graph: OpGraph, op: int) -> frozenset[int]:
     return frozenset((graph.pairs[op],)) if op in graph.pairs else frozenset()
 
 
-def _leads_to_one_update(graph: OpGraph) -> np.ndarray:
+def leads_to_one_update(graph: OpGraph) -> np.ndarray:
     """bool (ops,). Gradient ops whose every path ends in the same single update (op with side effects)."""
     none, many = -1, -2
     target = [none] * graph.n

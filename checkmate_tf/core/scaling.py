@@ -19,7 +19,8 @@ class BatchScaling:
         costs: Its costs there.
         rows: Number of rows at which it was profiled.
         bytes_per_row: float64 (tensors,). What each tensor grows by with each row; 0 for weights, their gradients, ...
-        grows: bool (ops,). The op touches a tensor that grows: its time and workspace are taken to be proportional.
+        grows: bool (ops,). The op touches a tensor that grows: its time is taken to be proportional.
+        workspace_per_row: float64 (ops,). What the workspace of each op grows by with each row.
     """
 
     op_graph: OpGraph
@@ -27,9 +28,18 @@ class BatchScaling:
     rows: int
     bytes_per_row: np.ndarray
     grows: np.ndarray
+    workspace_per_row: np.ndarray
 
     @classmethod
-    def between(cls, op_graph: OpGraph, costs: Costs, rows: int, other: OpGraph, other_rows: int) -> BatchScaling:
+    def between(
+        cls,
+        op_graph: OpGraph,
+        costs: Costs,
+        rows: int,
+        other: OpGraph,
+        other_rows: int,
+        other_costs: Costs | None = None,
+    ) -> BatchScaling:
         """The line through the sizes at two batches.
 
         Args:
@@ -39,6 +49,9 @@ class BatchScaling:
             other: The step traced at another batch. Tensors are matched by the names of their ops and their place
                 among the outputs; one that `other` lacks is taken to be proportional to the batch.
             other_rows: Rows of that batch.
+            other_costs: Costs of the step there. Without them, and for ops that `other` lacks, the workspace of an op
+                that touches a tensor that grows is taken to be proportional: a kernel's fixed workspace is then
+                overestimated for larger batches.
         """
         sizes = {
             (other.names[op], place): int(other.tensor_bytes[t])
@@ -58,15 +71,26 @@ class BatchScaling:
             ],
             dtype=bool,
         )
-        return cls(op_graph, costs, rows, per_row, grows)
+        workspace_per_row = np.where(grows, costs.workspace_bytes / rows, 0.0)
+        if other_costs is not None:
+            number = {name: op for op, name in enumerate(other.names)}
+            for op, name in enumerate(op_graph.names):
+                if name in number:
+                    more = int(other_costs.workspace_bytes[number[name]] - costs.workspace_bytes[op])
+                    workspace_per_row[op] = more / (other_rows - rows)
+        return cls(op_graph, costs, rows, per_row, grows, workspace_per_row)
 
     def at(self, rows: int) -> tuple[OpGraph, Costs]:
         """The step and its predicted costs at another number of rows."""
         change = self.bytes_per_row * (rows - self.rows)
         tensor_bytes = np.maximum(0, np.rint(self.op_graph.tensor_bytes + change)).astype(np.int64)
         factor = np.where(self.grows, rows / self.rows, 1.0)
-        workspace = np.rint(self.costs.workspace_bytes * factor).astype(np.int64)
-        requests = {op: _scaled(asked, factor[op]) for op, asked in self.costs.requests.items()}
+        before = self.costs.workspace_bytes
+        workspace = np.maximum(0, np.rint(before + self.workspace_per_row * (rows - self.rows))).astype(np.int64)
+        requests = {
+            op: _scaled(asked, workspace[op] / max(1, before[op]) if before[op] else factor[op])
+            for op, asked in self.costs.requests.items()
+        }
         lists = {
             t: _scaled(sizes, tensor_bytes[t] / max(1, self.op_graph.tensor_bytes[t]))
             for t, sizes in self.op_graph.list_blocks.items()

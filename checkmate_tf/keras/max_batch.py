@@ -8,7 +8,14 @@ from collections.abc import Callable
 
 import keras
 
-from checkmate_tf.batch_size import BatchTrial, MaxBatchSize, largest_confirmed, largest_exactly, largest_that
+from checkmate_tf.batch_size import (
+    BatchTrial,
+    MaxBatchSize,
+    larger_confirmed,
+    largest_confirmed,
+    largest_exactly,
+    largest_that,
+)
 from checkmate_tf.batch_trials import BatchTrials
 from checkmate_tf.budget import format_bytes
 from checkmate_tf.core.order import permute, ready_order
@@ -57,7 +64,12 @@ def find(
     rows = batch.rows_of(input_spec)
     finder = _Finder(checked_training(model, settings), settings, rows, max_overhead, path)
     size = finder.on_batch(input_spec, finder.search)
-    best = largest_confirmed(lambda size: finder.is_confirmed(size, input_spec, measure=measure), size)
+
+    def confirm(size: int) -> bool:
+        return finder.is_confirmed(size, input_spec, measure=measure)
+
+    best = largest_confirmed(confirm, max(size, finder.found_rows))
+    best = larger_confirmed(confirm, best, finder.most_rows)
     if best == 0:
         raise NoScheduleFound(
             f"no batch fits {format_bytes(finder.budget_bytes)} with an overhead of at most {finder.cap_text()}; "
@@ -85,7 +97,7 @@ class _Finder:
         self.budget_bytes = 0
         self.kept = BatchTrials(None, {})
         self._phases_s: dict[str, float] = {}
-        self._plain_rows = self._most_rows = 0
+        self._plain_rows = self.most_rows = 0
         self._known: list[Candidate] = []
 
     def on_batch(self, input_spec, use, **options):
@@ -115,10 +127,10 @@ class _Finder:
         unmodified = profiled.unmodified()
         plain = scaled.first if unmodified is profiled else self._scaled(unmodified, data)
         self._plain_rows = largest_exactly(lambda size: plain.plain_fits(size, self.budget_bytes), self._rows)
-        self._most_rows = largest_exactly(lambda size: scaled.may_fit(size, self.budget_bytes), self._rows)
-        if self._most_rows == 0:
+        self.most_rows = largest_exactly(lambda size: scaled.may_fit(size, self.budget_bytes), self._rows)
+        if self.most_rows == 0:
             return 0
-        below = self._most_rows + 1
+        below = self.most_rows + 1
         between = self.kept.bracket(below)
         guess = self._guess(profiled) if between == (0, below) else 0
 
@@ -149,9 +161,9 @@ class _Finder:
         return max(1, int(self._rows * (self.budget_bytes - weights) / max(1, least.peak_bytes - weights)))
 
     def _scaled(self, profiled: ProfiledStep, data) -> _Scaled:
-        other = profiled.op_graph_at(batch.with_rows(batch.spec_of(data), 2 * self._rows))
-        step = profiled.profile
-        scaling = BatchScaling.between(step.op_graph, step.costs, self._rows, other, 2 * self._rows)
+        other_rows = 2 * self._rows
+        step, other = profiled.profile, profiled.profile_at(batch.with_rows(batch.spec_of(data), other_rows))
+        scaling = BatchScaling.between(step.op_graph, step.costs, self._rows, other.op_graph, other_rows, other.costs)
         return _Scaled(profiled, scaling)
 
     def is_confirmed(self, size: int, input_spec, *, measure: bool) -> bool:
@@ -183,11 +195,16 @@ class _Finder:
         return MaxBatchSize(
             budget_bytes=self.budget_bytes,
             plain_batch_size=self._plain_rows,
-            no_batch_above=self._most_rows,
+            no_batch_above=self.most_rows,
             trials=tuple(self.kept.trials),
             phases_s=self._phases_s,
             **self.kept.found,
         )
+
+    @property
+    def found_rows(self) -> int:
+        """The size that is known to be confirmed, or 0."""
+        return self.kept.found.get("batch_size", 0)
 
     def cap_text(self) -> str:
         """The cap in words."""

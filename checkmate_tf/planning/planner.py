@@ -21,6 +21,7 @@ from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.problem import Options
 from checkmate_tf.core.simulate import Memory, simulate, working_set_bytes
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
+from checkmate_tf.planning import advice
 from checkmate_tf.planning.archive import Entry
 from checkmate_tf.planning.candidate import NEVER, Candidate, cheapest
 from checkmate_tf.planning.confirm import confirm
@@ -60,6 +61,7 @@ class Planner:
         strategy: Name of the solver.
         archive_dir: Folder of the schedules that are kept for a later run, or None.
         rearrange: Moves what the device holds, as compiling the step once more will.
+        batch_bytes: The batch, a part of `base_bytes`.
 
     Attributes:
         needed_bytes: A lower bound on the peak of every plan, everything included: proven.
@@ -77,6 +79,7 @@ class Planner:
         strategy: str = "auto",
         archive_dir: str | None = None,
         rearrange: Callable[[], None] = lambda: None,
+        batch_bytes: int = 0,
     ):
         self._op_graph = op_graph
         self._costs = costs
@@ -88,6 +91,7 @@ class Planner:
         self._strategy = strategy
         self._rearrange = rearrange
         self._base_bytes = base_bytes
+        self._batch_bytes = batch_bytes
         self.needed_bytes = base_bytes + working_set_bytes(op_graph, uncounted_below_bytes)
         self.orders = []
         for settle in (True, False):
@@ -461,7 +465,7 @@ class Planner:
         return InfeasibleBudget(
             f"budget must be at least {format_bytes(self.needed_bytes, round_up=True)} ({self.needed_bytes:,} bytes) "
             f"for this step, proven: what is held throughout and one op's inputs and outputs take that much; "
-            f"got {format_bytes(budget_bytes)}. {_hint(smallest)}",
+            f"got {format_bytes(budget_bytes)}. {self._hint(smallest)}",
             minimum_bytes=smallest.peak_bytes,
             bottleneck=smallest.bottleneck,
         )
@@ -473,7 +477,7 @@ class Planner:
             return NoScheduleFound(f'strategy "{self._strategy}" has no plan within the budget: {reasons[0]}')
         seen = [candidate for order in self.orders for candidate in order.seen.values()]
         smallest = self._smallest(self._placed_small(seen))
-        hint = _hint(smallest)
+        hint = self._hint(smallest)
         if smallest.peak_bytes <= budget_bytes:
             hint = (
                 f"The smallest plan found takes {format_bytes(smallest.peak_bytes, round_up=True)} "
@@ -485,13 +489,11 @@ class Planner:
             best_peak_bytes=smallest.peak_bytes,
         )
 
-
-def _hint(smallest: Candidate) -> str:
-    return (
-        f"Smallest budget found: {format_bytes(smallest.peak_bytes, round_up=True)} "
-        f"({smallest.peak_bytes:,} bytes); its peak is at {smallest.bottleneck}. "
-        "Try: a smaller batch, or a budget above that."
-    )
+    def _hint(self, smallest: Candidate) -> str:
+        return (
+            f"Smallest budget found: {format_bytes(smallest.peak_bytes, round_up=True)} "
+            f"({smallest.peak_bytes:,} bytes). {advice.at_peak(smallest, self._base_bytes, self._batch_bytes)}"
+        )
 
 
 def _peak(candidate: Candidate) -> int:

@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from random_graphs import Builder, briefly, costs_for, op_graphs
 
-from checkmate_tf.core.coarsen import coarsen, delay_updates
+from checkmate_tf.core.coarsen import coarsen, delay_updates, small_bytes_of
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
@@ -325,3 +325,37 @@ def test_a_step_without_large_tensors_has_no_nodes():
     assert coarse.graph.n == 0
     assert coarse.graph.fixed_bytes == 2
     assert coarse.op_sequence([]) == [0, 1]
+
+
+def many_small(nbytes, *, large=0):
+    """A step of 64 equal values, each needed for its gradient, and a large one."""
+    made = Builder()
+    values = [made.add(makes=[nbytes])[0] for _ in range(64)]
+    if large:
+        made.add(makes=[large])
+    for value in reversed(values):
+        made.add([value], [nbytes], gradient=True)
+    return made.build()
+
+
+@pytest.mark.parametrize("nbytes", [100, 4000, 1 << 15, (1 << 16) - 1, 1 << 20])
+def test_a_step_that_consists_of_small_values_is_planned(nbytes):
+    """Values below 64 KiB were all kept, and a model of nothing else could not be planned."""
+    graph = many_small(nbytes)
+    coarse = coarsen(graph, costs_for(graph), small_bytes=small_bytes_of(graph), fixed_bytes=0)
+    assert coarse.graph.fixed_bytes == 0
+    assert coarse.graph.num_forward == 64
+
+
+def test_values_that_hold_little_of_a_step_are_kept():
+    graph = many_small(100, large=1 << 24)
+    assert small_bytes_of(graph) == 1 << 16
+
+
+@pytest.mark.parametrize("nbytes", [1 << 10, 1 << 17])
+def test_values_that_nobody_counts_hold_nothing(nbytes):
+    graph = many_small(nbytes, large=1 << 20)
+    small_bytes = small_bytes_of(graph, 1 << 18)
+    coarse = coarsen(graph, costs_for(graph), small_bytes=small_bytes, fixed_bytes=7, uncounted_below_bytes=1 << 18)
+    assert small_bytes == 1 << 18
+    assert coarse.graph.fixed_bytes == 7

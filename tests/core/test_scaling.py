@@ -53,6 +53,14 @@ def test_blocks_grow_as_what_they_make_up():
     assert graph.list_blocks == {0: (90, 30), 1: (3, 4)}
 
 
+def test_a_kernels_fixed_workspace_does_not_grow():
+    """What a kernel takes for any batch was predicted to be 64 times that for 64 times the rows."""
+    few, many = Costs(np.ones(5), np.array([100, 10, 40, 0, 7])), Costs(np.ones(5), np.array([100, 14, 80, 0, 7]))
+    scaling = BatchScaling.between(step(4), few, 4, step(8), 8, many)
+    assert scaling.at(104)[1].workspace_bytes.tolist() == [100, 110, 1040, 0, 7]
+    assert scaling.at(1)[1].workspace_bytes.tolist() == [100, 7, 10, 0, 7]
+
+
 def test_at_its_own_size_nothing_changes(scaling):
     graph, scaled = scaling.at(4)
     np.testing.assert_array_equal(graph.tensor_bytes, step(4).tensor_bytes)

@@ -19,7 +19,7 @@ from random_graphs import (
 
 from checkmate_tf.core.opgraph import OUTPUTS, OpGraph
 from checkmate_tf.core.plan import compile_plan
-from checkmate_tf.core.simulate import simulate
+from checkmate_tf.core.simulate import simulate, working_set_bytes
 
 
 def held(graph, sequence, workspace=None):
@@ -154,6 +154,30 @@ def test_a_block_that_is_gone_before_the_next_is_asked_for_makes_room_for_it():
     assert memory.in_use_bytes.tolist() == [10, 8]
     assert memory.event_bytes.tolist() == [5, 6, -5, 4, 3, -6, -3, 2, 1, -1, 2, -2, -4, -2]
     assert set(memory.event_tensor[memory.event_tensor >= 0].tolist()) == {0, 1}
+
+
+def test_what_takes_over_a_part_keeps_the_whole():
+    made = Builder()
+    (whole,) = made.add(makes=[9])
+    (part,) = made.alias([whole], [whole])
+    (taken,) = made.add([part], [3], takes=[part])
+    made.add([taken], [1])
+    graph = made.build()
+    graph = dataclasses.replace(graph, tensor_bytes=np.array([9, 3, 3, 1]))
+    memory = simulate(graph, compile_plan(graph, range(4)))
+    assert memory.in_use_bytes.tolist() == [9, 9, 9, 10]
+    assert memory.event_bytes.tolist() == [9, 1, -9, -1]
+
+
+def test_another_output_than_the_first_takes_storage_over():
+    made = Builder()
+    (a,) = made.add(makes=[4])
+    made.add([a], [1, 4], takes=[a])
+    graph = dataclasses.replace(made.build(), taker={1: 1})
+    memory = simulate(graph, compile_plan(graph, range(2)))
+    assert memory.event_bytes.tolist() == [4, 1, -1, -4]
+    assert working_set_bytes(graph) == 5
+    assert working_set_bytes(graph, 2) == 4
 
 
 def test_the_blocks_of_a_list_come_and_go_together():

@@ -106,7 +106,7 @@ def test_a_scaled_step_is_the_step_traced_at_that_size(cached):
 
     def compare(profiled):
         graph, costs = profiled.profile.op_graph, profiled.profile.costs
-        traced = {rows: profiled.op_graph_at(batch.with_rows(tuple(small), rows)) for rows in (8, 20)}
+        traced = {rows: profiled.profile_at(batch.with_rows(tuple(small), rows)).op_graph for rows in (8, 20)}
         scaled, _ = BatchScaling.between(graph, costs, 4, traced[8], 8).at(20)
         there = {name: op for op, name in enumerate(traced[20].names)}
         compared = 0

@@ -69,9 +69,43 @@ def test_tensor_sizes_are_those_of_their_shapes():
 
 
 def test_shapes_that_are_not_known_are_reported():
-    step = extracted(lambda x: tf.boolean_mask(x, x > 0), (4,))
+    step = extracted(lambda x: tf.boolean_mask(x, x > 0), (4, 3))
     assert step.unsized
-    assert all(step.op_graph.op_out_bytes[op(step, name)] == 0 for name in step.unsized)
+    assert all(step.op_graph.op_out_bytes[op(step, name)] <= 4 * 2 * 8 for name in step.unsized)
+
+
+def test_what_python_has_said_of_a_shape_is_known():
+    """Keras does so behind a lookup in a table: all behind one had an unknown size, and nothing of it was planned."""
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1, 2], [3.0, 4.0]), 0.0)
+
+    def run(x):
+        found = table.lookup(tf.cast(x, tf.int32))
+        found.set_shape(x.shape)
+        return tf.exp(found) @ tf.ones((8, 16))
+
+    step = extracted(run, (4, 8))
+    assert step.unsized == ()
+    assert step.op_graph.op_out_bytes[op(step, "Exp")] == 4 * 8 * 4
+    assert step.op_graph.op_out_bytes[op(step, "matmul")] == 4 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    "shaped", [lambda x: tf.ensure_shape(x, (None, 8)), lambda x: tf.reshape(x, (-1, 8))], ids=["ensured", "reshaped"]
+)
+def test_rows_that_only_data_tell_are_taken_to_be_those_of_the_batch(shaped):
+    step = extracted(lambda x: tf.exp(shaped(tf.numpy_function(np.sin, [x], tf.float32))) @ tf.ones((8, 16)), (4, 8))
+    assert step.unsized, "the report says so"
+    assert step.op_graph.op_out_bytes[op(step, "Exp")] == 4 * 8 * 4
+    assert step.op_graph.op_out_bytes[op(step, "matmul")] == 4 * 16 * 4
+
+
+def test_rows_that_cannot_be_those_of_the_batch_stay_unknown():
+    def run(x):
+        picked = tf.boolean_mask(tf.sin(x), x[:, 0] > 0)
+        return tf.exp(picked) + tf.ones((3, 8))
+
+    step = extracted(run, (4, 8))
+    assert any(step.op_graph.op_out_bytes[k] == 4 * 8 * 4 for k in of_type(step.op_graph, "Sin"))
 
 
 def test_lists_are_reported_as_of_unknown_size():

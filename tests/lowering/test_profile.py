@@ -77,6 +77,36 @@ def test_other_ops_take_nothing_over(measured, kind):
     assert graph.takeover[op] == ()
 
 
+@pytest.mark.parametrize("rows", [64, 2], ids=["counted", "uncounted"])
+def test_parts_along_the_first_axis_lie_in_what_they_are_parts_of(rows):
+    step = extracted(lambda x: [tf.exp(part) for part in (x[1:], *tf.split(x, 2, 0), x[:, 256:])], (rows, 4096))
+    graph = profile(step, DEVICE).op_graph
+    (split,) = (op for op in range(graph.n) if graph.types[op] == "Split")
+    slices = [op for op in range(graph.n) if graph.types[op] == "StridedSlice"]
+    shares = {int(graph.tensor_bytes[graph.outputs[op][0]]): bool(graph.is_alias[op]) for op in slices}
+    assert graph.is_alias[split]
+    assert shares == {(rows - 1) * 4096 * 4: True, rows * 3840 * 4: False}
+
+
+def test_an_output_that_is_not_the_first_takes_storage_over():
+    """A cross entropy makes its gradient in the logits: both were counted, 64 MiB each for a large vocabulary."""
+
+    def run(x):
+        return tf.raw_ops.SoftmaxCrossEntropyWithLogits(features=tf.exp(x), labels=x)
+
+    graph = profile(extracted(run, SHAPE), DEVICE).op_graph
+    op = graph.types.index("SoftmaxCrossEntropyWithLogits")
+    assert graph.taking(op) == graph.outputs[op][1]
+    assert graph.takeover[op] == graph.inputs[op][:1]
+
+
+def test_small_tensors_are_seen_to_be_taken_over():
+    """With oneDNN they are not counted; but what takes over a part of a larger one keeps all of that."""
+    graph = profile(extracted(lambda x: tf.exp(x * 2.0), (64, 256)), DEVICE).op_graph
+    op = graph.types.index("Exp")
+    assert graph.takeover[op] == graph.inputs[op]
+
+
 def test_tiny_convolutions_are_measured_as_their_gradients_take_much_workspace():
     """Of a few hundred bytes each, in float64: Eigen's blocks take MiB, which had been left out of the promise."""
 

@@ -1,5 +1,6 @@
 """Sums of more than two terms come out the same whatever dies at them, and let their terms die one by one."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_steps import no_costs, numbers
 
+from checkmate_tf.core.order import low_peak_order, permute, ready_order
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
 from checkmate_tf.lowering.creation import created
@@ -63,6 +65,34 @@ def test_terms_of_a_sum_die_one_by_one():
     graph = extract(traced).op_graph
     memory = simulate(graph, compile_plan(graph, range(graph.n)), no_costs(graph).workspace_bytes)
     assert memory.peak_bytes < 4 * weight.shape.num_elements() * 4  # of six gradients of this size
+
+
+@pytest.fixture(scope="module")
+def unrolled():
+    """Two recurrent layers of 10 steps, which read constants that Grappler keeps from where others were made."""
+    layers = [keras.layers.LSTM(64, return_sequences=True, unroll=True) for _ in range(2)]
+    model = keras.Sequential([keras.Input((10, 64), batch_size=1), *layers])
+    model.compile("sgd", "mse")
+    model.optimizer.build(model.trainable_variables)
+    spec = tf.TensorSpec((1, 10, 64)), tf.TensorSpec((1, 10, 64))
+    return extract(trace(lambda x, y: model.train_step((x, y)), *spec)).op_graph
+
+
+KERNEL_BYTES = 64 * 4 * 64 * 4
+
+
+def peak_of(graph, order):
+    permuted, _ = permute(graph, no_costs(graph), order)
+    return simulate(permuted, compile_plan(permuted, range(graph.n))).peak_bytes
+
+
+def test_terms_that_read_a_shared_constant_are_added_as_they_are_made(unrolled):
+    """An unrolled LSTM of 64 steps held its 64 gradients of a kernel at once: its floor was twice what it needs."""
+    assert peak_of(unrolled, low_peak_order(unrolled, settle=True)) < 10 * KERNEL_BYTES
+
+
+def test_in_the_unmodified_step_a_sum_waits_for_all_its_terms(unrolled):
+    assert peak_of(unrolled, ready_order(unrolled)) >= 2 * 10 * KERNEL_BYTES
 
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64], ids=lambda d: d.name)

@@ -1,0 +1,91 @@
+"""Says in a user's words what takes the memory of a step that does not fit, and what would help."""
+
+from __future__ import annotations
+
+import collections
+import re
+
+import numpy as np
+
+from checkmate_tf.budget import format_bytes
+from checkmate_tf.core.opgraph import OpGraph
+from checkmate_tf.core.order import leads_to_one_update
+from checkmate_tf.planning.candidate import Candidate
+
+_WEIGHTS, _BATCH, _UPDATES = "weights and optimizer slots", "batch", "gradients of weights and their updates"
+_LAYERS, _WORKSPACE = "activations and their gradients", "workspace of one op"
+_OF_ROWS = frozenset({_BATCH, _LAYERS})  # fewer rows take less
+_HELPS = 0.1  # of the peak: a part of that size is worth making smaller
+_MODEL = re.compile(r"(functional|sequential)(_\d+)?")
+_VARIABLE = "ReadVariableOp"
+
+
+def at_peak(smallest: Candidate, base_bytes: int, batch_bytes: int) -> str:
+    """What the smallest plan holds at its peak, the most first, and what makes that less.
+
+    Args:
+        smallest: The plan.
+        base_bytes: What the device holds before the step.
+        batch_bytes: The batch, a part of that.
+    """
+    graph, memory, step = smallest.op_graph, smallest.memory, smallest.memory.peak_step
+    parts = collections.Counter({_WEIGHTS: base_bytes - batch_bytes, _BATCH: batch_bytes})
+    places: collections.Counter[str] = collections.Counter()
+    fixed = _of_fixed_size(smallest)
+    for tensor, nbytes in _held(smallest, step).items():
+        op = int(graph.producer[tensor])
+        parts[_UPDATES if fixed[op] else _LAYERS] += nbytes
+        places[_place(graph, op)] += nbytes
+    parts[_WORKSPACE] = max(0, int(memory.in_use_bytes[step] - memory.held_bytes[step]))
+    total = max(1, parts.total())
+    listed = ", ".join(
+        f"{name} {format_bytes(size)} ({100 * size / total:.0f} %)" for name, size in parts.most_common() if size > 0
+    )
+    where = "".join(f" Most of what is made in the step is of {place}." for place, _ in places.most_common(1))
+    bottleneck = f"{_place(graph, int(smallest.plan.ops[step]))} (op {smallest.bottleneck})"
+    return f"At its peak, in {bottleneck}, it holds: {listed}.{where} Try: {_tries(parts, total)}"
+
+
+def _tries(parts: collections.Counter[str], total: int) -> str:
+    tries = []
+    if sum(parts[name] for name in _OF_ROWS) >= _HELPS * total:
+        tries.append("a smaller batch")
+    if parts[_WEIGHTS] + parts[_UPDATES] >= (1 - _HELPS) * total:
+        tries.append("smaller layers, or an optimizer with fewer slots")
+    return ", or ".join([*tries, "a budget above that."])
+
+
+def _held(plan: Candidate, step: int) -> dict[int, int]:
+    """Tensor -> bytes, for those in use while a step runs."""
+    memory = plan.memory.without_workspace()
+    live: dict[int, tuple[int, int]] = {}
+    events = zip(memory.event_buffer, memory.event_bytes, memory.event_step, memory.event_tensor, strict=True)
+    for buffer, nbytes, at, tensor in events:
+        if at > step or (at == step and nbytes < 0):
+            break
+        if nbytes > 0:
+            live[int(buffer)] = int(tensor), int(nbytes)
+        else:
+            live.pop(int(buffer))
+    held: collections.Counter[int] = collections.Counter()
+    for tensor, nbytes in live.values():
+        held[tensor] += nbytes
+    return held
+
+
+def _of_fixed_size(plan: Candidate) -> np.ndarray:
+    """bool (ops,). What leads to the update of one variable and is as large as a variable: rows do not change it."""
+    graph = plan.op_graph
+    variables = {int(graph.tensor_bytes[graph.outputs[op][0]]) for op in range(graph.n) if graph.types[op] == _VARIABLE}
+    return leads_to_one_update(graph) & np.array([size in variables for size in graph.op_out_bytes.tolist()])
+
+
+def _place(graph: OpGraph, op: int) -> str:
+    """Where in the model an op belongs, by the names of its layers."""
+    scopes = graph.names[op].split("/")[:-1]
+    of_tape = scopes[:1] == ["gradient_tape"]
+    if graph.is_gradient[op] and not of_tape:
+        return "the update of the weights"
+    layers = [scope for scope in scopes[of_tape:] if not _MODEL.fullmatch(scope)]
+    place = f'layer "{layers[0]}"' if layers else "the loss"
+    return f"the gradient of {place}" if of_tape else place

@@ -1,0 +1,62 @@
+"""A refusal names what takes the memory in a user's words, and advises what helps."""
+
+import numpy as np
+import pytest
+
+from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.core.plan import compile_plan
+from checkmate_tf.core.simulate import simulate
+from checkmate_tf.planning.advice import at_peak
+from checkmate_tf.planning.candidate import Candidate
+
+MIB = 1 << 20
+
+
+def plan(activation_bytes: int, weight_bytes: int) -> Candidate:
+    """One layer, its gradient, and the update of its weight."""
+    graph = OpGraph(
+        names=(
+            "sequential/head/read",
+            "sequential/head/MatMul",
+            "gradient_tape/sequential/head/MatMul_1",
+            "adam/Mul",
+            "adam/Assign",
+        ),
+        types=("ReadVariableOp", "MatMul", "MatMul", "Mul", "AssignVariableOp"),
+        inputs=((), (0,), (0, 1), (2,), (3,)),
+        controls=((),) * 5,
+        outputs=((0,), (1,), (2,), (3,), ()),
+        producer=np.arange(4),
+        tensor_bytes=np.array([weight_bytes, activation_bytes, weight_bytes, weight_bytes]),
+        storage=np.arange(4),
+        persistent=np.array([True, False, False, False]),
+        takeover=((),) * 5,
+        once=np.array([False, False, False, False, True]),
+        is_gradient=np.array([False, False, True, True, True]),
+    )
+    compiled = compile_plan(graph, range(5))
+    costs = Costs(np.ones(5), np.zeros(5, dtype=np.int64))
+    return Candidate(graph, costs, compiled, simulate(graph, compiled), peak_bytes=0, time_s=5.0)
+
+
+def test_weights_that_take_the_memory_are_named_and_no_smaller_batch_is_advised():
+    """Weights, slots and gradients took all of it, and the advice was a smaller batch."""
+    text = at_peak(plan(activation_bytes=8, weight_bytes=10 * MIB), base_bytes=30 * MIB, batch_bytes=8)
+    assert "weights and optimizer slots 30.00 MiB (60 %)" in text
+    assert "gradients of weights and their updates 20.00 MiB (40 %)" in text
+    assert "the update of the weights" in text
+    assert "smaller batch" not in text
+    assert "smaller layers, or an optimizer with fewer slots" in text
+
+
+@pytest.mark.parametrize(("batch_bytes", "activation_bytes"), [(0, 90 * MIB), (90 * MIB, 8)], ids=["layers", "batch"])
+def test_a_smaller_batch_is_advised_where_it_helps(batch_bytes, activation_bytes):
+    text = at_peak(plan(activation_bytes, weight_bytes=MIB), base_bytes=MIB + batch_bytes, batch_bytes=batch_bytes)
+    assert "Try: a smaller batch" in text
+    assert "fewer slots" not in text
+
+
+def test_a_layer_is_named_as_the_user_does():
+    text = at_peak(plan(activation_bytes=90 * MIB, weight_bytes=MIB), base_bytes=MIB, batch_bytes=0)
+    assert 'in the gradient of layer "head"' in text
+    assert 'Most of what is made in the step is of layer "head".' in text
