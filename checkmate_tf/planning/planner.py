@@ -400,7 +400,7 @@ class Planner:
             return peak_bytes
         order, begin_s, end_s = side_by_side(self._op_graph, self._costs.time_s, workers)
         ordered, costs = permute(self._op_graph, self._costs, order)
-        memory = simulate(ordered, compile_plan(ordered, range(ordered.n)), costs.workspace_bytes, costs.blocks)
+        memory = simulate(ordered, compile_plan(ordered, range(ordered.n)), costs.workspace_bytes, costs.requests)
         overlapping = self._allocator_peak(memory.overlapping(begin_s, end_s), (), STATES)
         return NEVER if overlapping is None else max(peak_bytes, overlapping)
 
