@@ -60,6 +60,27 @@ def glance_table(result: dict) -> str:
     return "\n".join(lines)
 
 
+_WAYS = {"auto": "Keras as it comes (XLA)", "off": "Keras without XLA"}
+
+
+def gpu_table(result: dict) -> str:
+    """Each model that `gpu.py` trained as Keras comes on a GPU: beside it Keras without XLA, and plans that trained."""
+    lines = ["| model | way | peak | step | beside Keras as it comes |", "|---|---|---|---|---|"]
+    rows = [row for row in result["rows"] if row["item"] in ("plain", "planned") and row.get("outcome") == "trained"]
+    for case in by_case(rows):
+        by_way = {row["way"]: row for row in case}
+        base = by_way.pop("auto", None)
+        if base is None:
+            continue
+        peak, step = base["peak_bytes"], base["step_s"]
+        lines.append(f"| {base['case']} | {_WAYS['auto']} | {peak / _MIB:.0f} MiB | {1000 * step:.1f} ms | |")
+        for way, row in sorted(by_way.items(), key=lambda known: known[0] not in _WAYS):
+            parts = f"{row['peak_bytes'] / peak:.2f} of its peak, {row['step_s'] / step:.2f} of its time"
+            cells = row["case"], _WAYS.get(way, f"planned, {way}"), f"{row['peak_bytes'] / _MIB:.0f} MiB"
+            lines.append(f"| {' | '.join(cells)} | {1000 * row['step_s']:.1f} ms | {parts} |")
+    return "\n".join(lines)
+
+
 def peers_table(result: dict) -> str:
     """Every row of `peers.py`: peak and time of the peer and of the plan in the same memory, and who is right."""
     lines = [
@@ -164,6 +185,7 @@ TABLES = {
     "measured": (RESULTS / "within_budget.json", measured_table),
     "fused": (RESULTS / "within_budget_fused.json", measured_table),
     "gpu": (RESULTS / "within_budget_gpu.json", measured_table),
+    "xla": (RESULTS / "gpu.json", gpu_table),
     "peers": (RESULTS / "peers.json", peers_table),
     "solvers": (RESULTS / "solvers.json", solvers_table),
     "ratios": (RESULTS / "solvers.json", ratios_table),
