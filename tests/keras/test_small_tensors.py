@@ -1,0 +1,45 @@
+"""Steps that consist of small tensors: what is not counted refuses nothing, and what is counted is planned."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import checkmate_tf
+from checkmate_tf.lowering.device import onednn_is_on
+
+
+def trained(model, batch, budget, options, *, steps=3):
+    checkmate_tf.compile(model, budget, **options)
+    for _ in range(steps):
+        model.train_on_batch(*batch)
+    return checkmate_tf.report(model)
+
+
+@pytest.mark.skipif(not onednn_is_on(), reason="all tensors are counted")
+@pytest.mark.parametrize("budget", [1.0, 0.5, "64KiB"])
+def test_a_step_of_which_nothing_is_counted_is_not_refused(options, budget):
+    """Refused at 1.0, "proven: at least 468.75 KiB", with 48.96 KiB as the smallest budget found."""
+    model = keras.Sequential([keras.Input((100,)), layers.Dense(100, "relu"), layers.Dense(10)])
+    model.compile("adam", "mse")
+    random = np.random.default_rng(0)
+    report = trained(model, (random.normal(size=(100, 100)), random.normal(size=(100, 10))), budget, options)
+    assert report.measured_peak_bytes <= report.budget_bytes
+
+
+@pytest.mark.slow
+def test_an_unrolled_layer_trains_in_half_of_what_it_takes(options):
+    """All of its values took 32 KiB: they were kept, and half was refused."""
+    model = keras.Sequential(
+        [
+            keras.Input((24, 64)),
+            layers.LSTM(128, return_sequences=True, unroll=True),
+            layers.LSTM(128, unroll=True),
+            layers.Dense(10),
+        ]
+    )
+    model.compile("adam", "mse")
+    random = np.random.default_rng(0)
+    report = trained(model, (random.normal(size=(32, 24, 64)), random.normal(size=(32, 10))), 0.5, options)
+    assert report.measured_peak_bytes <= report.budget_bytes
+    assert report.predicted_overhead <= 1.25
