@@ -24,7 +24,7 @@ from checkmate_tf.lowering.arena import gather, make_room
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, LAST_RESORT, RULES
 from checkmate_tf.lowering.profile import Profile, profile
-from checkmate_tf.lowering.rebuild import rebuild
+from checkmate_tf.lowering.rebuild import Lean, rebuild
 from checkmate_tf.lowering.seats import Seats
 from checkmate_tf.lowering.trace import TracedStep, trace
 from checkmate_tf.lowering.turns import turns
@@ -330,7 +330,7 @@ class ProfiledStep:
     def build(self, candidate: Candidate):
         """The function that runs a plan."""
         with self.phase("rebuild"):
-            return rebuild(self.traced, candidate.op_graph, candidate.plan, candidate.forks)
+            return Lean(rebuild(self.traced, candidate.op_graph, candidate.plan, candidate.forks))
 
 
 class _Phase:

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context, execute, wrap_function
+from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 
 from checkmate_tf.core.forks import Fork, is_ordered, lane_of_steps, to_hold
 from checkmate_tf.core.opgraph import OpGraph
@@ -27,7 +28,7 @@ def call_unoptimized(function, arguments: Sequence[tf.Tensor], *, in_lanes: bool
     """Calls a function with Grappler off for it alone.
 
     Args:
-        function: As `as_function` makes it.
+        function: As `as_function` makes it, or lean.
         arguments: One value or resource handle per feed.
         in_lanes: Its ops may run side by side, as those of a function that Keras calls. By default they run one at a
             time, as the op StatefulPartitionedCall does it.
@@ -39,6 +40,24 @@ def call_unoptimized(function, arguments: Sequence[tf.Tensor], *, in_lanes: bool
     attributes = ("executor_type", "", "config_proto", _NO_GRAPPLER)
     name, count = function.name.decode(), len(function.outputs)
     return list(execute.execute(name, count, list(arguments), attributes, context.context()))
+
+
+class Lean:
+    """A function without its graph in Python, which holds several MiB a thousand ops and which no call needs.
+
+    Args:
+        function: As `as_function` makes it.
+
+    Attributes:
+        name: Under which the runtime knows it, for as long as this object is there.
+        outputs: Shape and dtype of each result.
+    """
+
+    def __init__(self, function):
+        self.name = function.name
+        self.outputs = [tf.TensorSpec(t.shape, t.dtype) for t in function.outputs]
+        own = function._inference_function
+        self._registered = AtomicFunction(own.name, context.context(), own.function_type, own.children)
 
 
 def as_function(graph_def: graph_pb2.GraphDef, feeds: Sequence[str], fetches: Sequence[str], targets: Sequence[str]):
