@@ -6,8 +6,12 @@ import pytest
 import tensorflow as tf
 from tiny_steps import numbers
 
+from checkmate_tf.core.coarsen import coarsen
+from checkmate_tf.core.opgraph import Costs
+from checkmate_tf.core.order import low_peak_order, permute
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.trace import trace
+from checkmate_tf.solvers.minimum import minimum_budget
 
 SHAPE = (16, 8)
 
@@ -17,10 +21,12 @@ def weights():
 
 
 def forward(x, w):
-    """Its cube, its square and its tanh are computed in the gradient, too."""
-    h = x @ w[0]
-    h = tf.tanh(h + 0.1 * h**3)
-    return (h * tf.sigmoid(h)) @ w[1]
+    """What its activations compute, their gradients compute, too."""
+    h = x
+    for weight in w[:-1]:
+        h = h @ weight
+        h = tf.tanh(h + 0.1 * h**3)
+    return (h * tf.sigmoid(h)) @ w[-1]
 
 
 def descend(w, gradients):
@@ -300,3 +306,21 @@ def test_activations_whose_gradient_computes_the_same_again_stay_forward(activat
     products = [op for op in range(graph.n) if graph.types[op] in ("MatMul", "_FusedMatMul")]
     assert np.count_nonzero(~graph.is_gradient[products]) == 4
     assert np.count_nonzero(graph.is_gradient[products]) == 7
+
+
+def least_and_most_bytes(step) -> tuple[int, int]:
+    """The smallest budget of a deep network's step, and what it takes with each op once."""
+    w = [tf.Variable(numbers(8, 8)) for _ in range(10)]
+    graph = extract(trace(lambda x: step(x, w), tf.TensorSpec((256, 8)))).op_graph
+    costs = Costs(np.ones(graph.n), np.zeros(graph.n, np.int64))
+    coarse = coarsen(*permute(graph, costs, low_peak_order(graph, settle=False)), small_bytes=1024, fixed_bytes=0)
+    return minimum_budget(coarse.graph, time_limit_s=2.0).budget_bytes, coarse.graph.store_all_peak_bytes
+
+
+def test_more_updates_in_a_step_take_no_more_memory():
+    least, most = least_and_most_bytes(plain)
+    assert least <= 0.5 * most
+    for step in (three_updates, moved_weights):
+        least_of_several, most_of_several = least_and_most_bytes(step)
+        assert least_of_several <= 1.1 * least
+        assert most_of_several <= 1.1 * most

@@ -107,6 +107,14 @@ def test_unknown_strategy_is_refused_with_the_names():
         create("magic", small.chain(3))
 
 
+@pytest.mark.parametrize("strategy", ["chen_sqrt", "griewank", "ap_greedy", "linearized_sqrt"])
+def test_baselines_say_that_they_are_for_one_pass(strategy):
+    graph = small.SMALL["two passes"]
+    solution = create(strategy, graph).solve(budget_of(graph, 0.9), Options())
+    assert solution.status is Status.UNKNOWN
+    assert "one forward and one backward pass" in solution.reason
+
+
 @pytest.mark.parametrize("strategy", names())
 def test_time_limit_is_kept(strategy):
     graph = small.residual(12)
