@@ -8,16 +8,15 @@ has measured.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import function_pb2, node_def_pb2
+from tensorflow.core.framework import node_def_pb2
 from tensorflow.python.eager import context, execute
-from tensorflow.python.framework import op_def_registry
 
-from checkmate_tf.lowering.branches import called
 from checkmate_tf.lowering.creation import op_of
+from checkmate_tf.lowering.definitions import Bodies, body, called, is_stateful
 from checkmate_tf.lowering.in_place import writable
 from checkmate_tf.lowering.trace import TracedStep
 from checkmate_tf.lowering.variables import variables_by_input
@@ -80,12 +79,13 @@ _HARMLESS = _READS | {
 
 def lasting(traced: TracedStep) -> tuple[str, ...]:
     """Types of the step's ops with effects that cannot be put back: calls of Python, prints, files, queues, tables."""
-    return tuple(sorted({node.op for node in _all_nodes(traced) if _is_stateful(node) and not _can_be_put_back(node)}))
+    bodies = _bodies(traced)
+    return tuple(sorted({node.op for node in _all_nodes(traced, bodies) if not _can_be_put_back(node, bodies)}))
 
 
 def draws_in_kernels(traced: TracedStep) -> bool:
     """Whether random ops of the step keep their place in the stream to themselves (`tf.random.normal`, say)."""
-    return any(node.op in _KERNEL_RANDOM for node in _all_nodes(traced))
+    return any(node.op in _KERNEL_RANDOM for node in _all_nodes(traced, _bodies(traced)))
 
 
 class Snapshot:
@@ -138,41 +138,22 @@ def _written(traced: TracedStep) -> dict[str, tf.Variable]:
     return {name: variable for name, variable in variables.items() if name in inputs}
 
 
-def _all_nodes(traced: TracedStep) -> Iterator[node_def_pb2.NodeDef]:
+def _bodies(traced: TracedStep) -> Bodies:
+    return {function.signature.name: function for function in traced.graph_def.library.function}
+
+
+def _all_nodes(traced: TracedStep, bodies: Bodies) -> Iterator[node_def_pb2.NodeDef]:
     """The step's ops and those of all functions that they call, each function once."""
-    bodies = {body.signature.name: body for body in traced.graph_def.library.function}
-    return _nodes(traced.graph_def.node, bodies, set())
+    todo, seen = [traced.graph_def.node], set()
+    while todo:
+        for node in todo.pop():
+            yield node
+            names = set(called(node, bodies)) - seen
+            seen |= names
+            todo += [function.node_def for name in names if (function := body(name, bodies)) is not None]
 
 
-def _nodes(
-    nodes: Sequence[node_def_pb2.NodeDef], bodies: Mapping[str, function_pb2.FunctionDef], seen: set[str]
-) -> Iterator[node_def_pb2.NodeDef]:
-    for node in nodes:
-        yield node
-        for name in _called(node):
-            if name not in seen:
-                seen.add(name)
-                yield from _nodes(_body(name, bodies), bodies, seen)
-
-
-def _called(node: node_def_pb2.NodeDef) -> list[str]:
-    """Names of the functions that an op calls; without a definition of its own, its type is the name of one."""
-    named = [function.name for function in called(node)]
-    return named if op_def_registry.get(node.op) is not None else [*named, node.op]
-
-
-def _body(name: str, bodies: Mapping[str, function_pb2.FunctionDef]) -> Iterable[node_def_pb2.NodeDef]:
-    """The ops of a function: a graph has those that its own ops call, and TensorFlow all."""
-    if name in bodies:
-        return bodies[name].node_def
-    known = context.context()
-    return known.get_function_def(name).node_def if known.has_function(name) else ()
-
-
-def _is_stateful(node: node_def_pb2.NodeDef) -> bool:
-    definition = op_def_registry.get(node.op)
-    return definition is not None and definition.is_stateful
-
-
-def _can_be_put_back(node: node_def_pb2.NodeDef) -> bool:
-    return bool(_called(node)) or node.op in _HARMLESS or node.op in _KERNEL_RANDOM or node.op.startswith(_WRITES)
+def _can_be_put_back(node: node_def_pb2.NodeDef, bodies: Bodies) -> bool:
+    calls = any(body(name, bodies) is not None for name in called(node, bodies))  # whose ops are looked at themselves
+    known = node.op in _HARMLESS or node.op in _KERNEL_RANDOM or node.op.startswith(_WRITES)
+    return calls or known or not is_stateful(node, bodies)

@@ -211,8 +211,8 @@ def test_a_value_is_put_back_to_the_bit_and_where_it_lay(dtype, shape):
 
 def place_of(variable) -> int:
     """Where its buffer begins. NumPy takes no bfloat16, but the same bits under another name."""
-    same_bits = {tf.bfloat16: tf.uint16}.get(variable.dtype, variable.dtype)
-    return address(tf.bitcast(variable.read_value(), same_bits))
+    buffer = variable.read_value()
+    return address(tf.bitcast(buffer, tf.uint16) if buffer.dtype == tf.bfloat16 else buffer)
 
 
 def test_only_what_is_written_is_kept():
