@@ -6,6 +6,7 @@ and from the same start with the planned engine recomputing nothing. Prints what
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -13,6 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from unittest import mock
 
 import keras
 import numpy as np
@@ -22,6 +24,7 @@ from random_watch import Watch, peak_of
 
 import checkmate_tf
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
+from checkmate_tf.pipeline import ProfiledStep
 from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.planning import partition, planner
 
@@ -113,7 +116,8 @@ class _Check:
         budgets, trained = [], []
         for fraction in self.recipe["fractions"]:
             room_bytes = max(0, MOST_PLAIN * plain_bytes - least_bytes)
-            row, end = self.within(least_bytes + round(fraction * room_bytes))
+            with self._set_where_planned(fraction):
+                row, end = self.within(least_bytes + round(fraction * room_bytes))
             budgets.append(row)
             trained.append(end)
         result = {"outcome": "checked", "amplified": False, "budgets": budgets}
@@ -129,6 +133,20 @@ class _Check:
             first = next(row for row in budgets if row["outcome"] == "trained")
             self._judge(first, lambda: result.update(amplified=not self._is_near_plain(plain, kept)))
         return result
+
+    @contextlib.contextmanager
+    def _set_where_planned(self, fraction: float):
+        """Budgets of models of a few MiB are set where each step is planned: all that the device holds counts."""
+        if self.recipe["family"] != random_models.LAYERS:
+            yield
+            return
+
+        def between(profiled: ProfiledStep) -> int:
+            least_bytes, plain_bytes = profiled.minimum_budget().peak_bytes, profiled.plain_peak_bytes()
+            return least_bytes + round(fraction * max(0, plain_bytes - least_bytes))
+
+        with mock.patch.object(ProfiledStep, "budget_bytes", between):
+            yield
 
     def within(self, budget_bytes: int) -> tuple[dict, list | None]:
         """Trains within a budget; returns what came out, and what all variables are then."""
@@ -147,12 +165,13 @@ class _Check:
         except Exception:  # noqa: BLE001 - whatever it is, it is what is looked for
             return row | {"outcome": "exception", "why": traceback.format_exc()[-CAUSES:]}, None
         row |= {
+            "budget_bytes": report.budget_bytes,
             "peaks_bytes": watch.peaks_bytes,
             "predicted_bytes": report.predicted_peak_bytes,
             "recomputed": sum(report.recomputed.values()),
             "notes": list(report.notes),
         }
-        if over := watch.above(budget_bytes + self.more_bytes):
+        if over := watch.above(report.budget_bytes + self.more_bytes):
             row |= {"outcome": "over", "why": over}
         return row, end
 
