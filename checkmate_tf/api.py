@@ -19,6 +19,7 @@ from checkmate_tf.lowering import rehearse
 from checkmate_tf.lowering.device import is_cpu
 from checkmate_tf.lowering.implementations.registry import RULES
 from checkmate_tf.pipeline import ProfiledStep, Settings
+from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.progress import progress
 from checkmate_tf.reporting import Report
 from checkmate_tf.tradeoff import TradeoffCurve
@@ -227,6 +228,8 @@ def minimum_budget(
 ) -> MinimumBudget:
     """Finds the smallest budget that the model can train in. The model is left as it was.
 
+    The plan that needs least is tried on zeros; should it take more than predicted, the budget is what it took.
+
     Args:
         model: Compiled, with an optimizer.
         input_spec: (x, y) or (x, y, sample_weight) as (nested) tf.TensorSpec with every dimension.
@@ -239,11 +242,14 @@ def minimum_budget(
     """
     settings = _settings(1, "auto", 60.0, implementations, "profile", cache_dir, verbose)
 
-    def find(profiled: ProfiledStep) -> MinimumBudget:
+    def find(profiled: ProfiledStep, data) -> MinimumBudget:
         least = profiled.minimum_budget()
-        return MinimumBudget(least.peak_bytes, least.bottleneck, least.overhead, profiled.phases_s)
+        form = profiled.form(least.chosen)
+        measured_bytes = PlannedStep(form, least.peak_bytes, least, form.build(least)).measured_bytes(data)
+        budget_bytes = max(least.peak_bytes, measured_bytes or 0)
+        return MinimumBudget(budget_bytes, least.bottleneck, least.overhead, profiled.phases_s)
 
-    return train_step.on_profiled(model, settings, input_spec, find)
+    return train_step.on_batch(model, settings, input_spec, find)
 
 
 def tradeoff_curve(

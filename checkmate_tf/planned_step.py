@@ -58,6 +58,7 @@ class PlannedStep:
         self._most_bytes = budget_bytes
         self._may_fork = True
         self._replans = 0
+        self._has_trained = False
         self._dividers: list[tf.Tensor] = []
         self._seats = profiled.seats()
         self._lasting = effects.lasting(profiled.traced)
@@ -148,6 +149,18 @@ class PlannedStep:
             self._tried(batch, can_move=False, counts=False)
         self._trusted_at = None  # the first batch will lie elsewhere, and may hold what zeros do not
 
+    def measured_bytes(self, data) -> int | None:
+        """The highest peak of a trial on a batch, which changes nothing; None where it cannot be tried, or has no room.
+
+        The trial ends with the first run that takes more than the budget.
+        """
+        if self._lasting:
+            return None
+        self._profiled.ready_to_run()
+        self._dividers = self._profiled.divide(self.candidate.partition)
+        peak_bytes, _ = self._trial([data], can_move=False, counts=False)
+        return peak_bytes
+
     def give_up(self) -> None:
         """Frees what divides the memory for this step's plan: it is another one's turn."""
         self._dividers.clear()
@@ -172,7 +185,7 @@ class PlannedStep:
             batch.append(seat(batch, self._profiled.device))
         self._seats.take_for_small()
         if not self._take_plan_for_now():
-            if not self._replans:
+            if not self._has_trained:
                 raise self._profiled.planner.not_found(self.budget_bytes)
             self._go_on_as_it_is()
         self._is_ready = True
@@ -198,10 +211,13 @@ class PlannedStep:
             if peak_bytes is not None and peak_bytes <= self.budget_bytes:
                 self._trusted_at = self._turns.moves
                 return results
+            if self._whole is not None:  # to plan it would take more than it can take too much
+                break
             self._tighten(peak_bytes)
             if not self._take_plan_for_now():
                 break
-        if not self._replans:
+        has_begun = self._has_trained or (self._whole is not None and self._whole._has_trained)
+        if not has_begun or self._trial_peaks[-1] is None:
             raise self._not_kept()
         self._go_on_as_it_is()
         return self._run(batch.pop())
@@ -214,7 +230,8 @@ class PlannedStep:
 
     def _not_kept(self) -> NoScheduleFound:
         """The error for a budget that no plan kept when it ran."""
-        smallest_bytes = self._profiled.planner.not_found(self._most_bytes).best_peak_bytes
+        planner = (self._whole or self)._profiled.planner
+        smallest_bytes = planner.not_found(self._most_bytes).best_peak_bytes
         if smallest_bytes is not None:
             smallest_bytes += self.budget_bytes - self._most_bytes  # what was not foreseen
         return NoScheduleFound(
@@ -292,6 +309,7 @@ class PlannedStep:
         return tf.nest.pack_sequence_as(self._structure, results, expand_composites=True), seconds
 
     def _book(self, seconds: float, peak_bytes: int) -> None:
+        self._has_trained = True
         self._seconds.append(seconds)
         self._peaks.append(peak_bytes)
 
@@ -301,11 +319,6 @@ class PlannedStep:
         Returns:
             Whether there is one, known or found in time.
         """
-        if self._whole is not None:  # from now on it has a plan of its own
-            self._whole = None
-            self._turns.take(self)
-            self._profiled.ready_to_run()
-            self._is_ready = True
         found = self._plan_for_now() or self._other_plan()
         if found is None:
             return False

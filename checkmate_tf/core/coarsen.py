@@ -167,7 +167,7 @@ def small_bytes_of(graph: OpGraph, uncounted_below_bytes: int = 0) -> int:
 
     Args:
         graph: The step in its order of execution.
-        uncounted_below_bytes: Values below that are in nobody's account, so they are kept in any case.
+        uncounted_below_bytes: Values below that are in nobody's account.
     """
     owned = graph.owned_bytes
     held = _small_bytes_held(graph, (), np.where(owned >= uncounted_below_bytes, owned, 0))
@@ -177,7 +177,7 @@ def small_bytes_of(graph: OpGraph, uncounted_below_bytes: int = 0) -> int:
         if _small_bytes_held(graph, _large_values(graph, small_bytes, set()).members, counted) <= _SMALL_SHARE * held:
             break
         small_bytes //= 2
-    return max(small_bytes, uncounted_below_bytes)
+    return small_bytes
 
 
 def coarsen(
@@ -199,7 +199,7 @@ def coarsen(
         costs: Seconds and workspace of each op.
         small_bytes: Storage smaller than this is never worth a decision.
         fixed_bytes: Bytes held throughout the step.
-        uncounted_below_bytes: Smaller values are in nobody's account; at most `small_bytes`.
+        uncounted_below_bytes: Smaller values are in nobody's account.
     """
     owned = graph.owned_bytes
     results = {int(graph.producer[graph.storage[t]]) for t in graph.results if owned[graph.storage[t]] >= small_bytes}

@@ -48,13 +48,18 @@ def attach(model: keras.Model, settings: Settings, input_spec=None) -> None:
 
 
 def on_profiled(model: keras.Model, settings: Settings, input_spec, use: Callable):
-    """Traces and profiles the model's step for a batch, and calls `use` with it. The model is left as it was.
+    """As `on_batch`, for what needs the step only."""
+    return on_batch(model, settings, input_spec, lambda profiled, _: use(profiled))
+
+
+def on_batch(model: keras.Model, settings: Settings, input_spec, use: Callable):
+    """Traces and profiles the model's step for a batch, and calls `use` with both. The model is left as it was.
 
     Args:
         model: Compiled.
         settings: Options.
         input_spec: The batch, which is there while `use` runs.
-        use: Takes a ProfiledStep; what it returns is returned.
+        use: Takes a ProfiledStep and a batch of zeros; what it returns is returned.
 
     Raises:
         ModelError: The model cannot be planned; the message says what to do.
@@ -64,7 +69,7 @@ def on_profiled(model: keras.Model, settings: Settings, input_spec, use: Callabl
     reason = _why_unplanned(model)
     if reason is not None:
         raise ModelError(reason)
-    return training.on_spec(input_spec, lambda data: use(training.profiled(data)))
+    return training.on_spec(input_spec, lambda data: use(training.profiled(data), data))
 
 
 def checked_training(model: keras.Model, settings: Settings) -> PlannedTraining:
