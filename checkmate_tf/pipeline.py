@@ -86,10 +86,10 @@ class ProfiledStep:
         self.phases_s: dict[str, float] = {}
         with self.phase("trace"):
             self.traced: TracedStep = self._trace(spec)
+            if not self.traced.updates:
+                raise ModelError("the training step updates no variable; there is nothing to plan.")
             self._extracted = extract(self.traced)
         self.op_graph = op_graph = self._extracted.op_graph
-        if not self.traced.updates:
-            raise ModelError("the training step updates no variable; there is nothing to plan.")
         self.device = devices.name_of(self.traced.function.variables)
         constants = self.traced.constants_bytes
         self._large_constants = [size for size in constants if size >= _LARGE_CONSTANT_BYTES]

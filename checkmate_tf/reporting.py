@@ -160,7 +160,8 @@ class Report:
             self._convert(name, int)
         for name in ("predicted_step_s", "measured_step_s", "plain_step_s", "predicted_overhead", "lower_bound", "gap"):
             self._convert(name, float)
-        self._convert("trial_peaks_bytes", lambda peaks: tuple(None if p is None else int(p) for p in peaks))
+        trials = self.trial_peaks_bytes
+        object.__setattr__(self, "trial_peaks_bytes", tuple(None if peak is None else int(peak) for peak in trials))
         self._convert("phases_s", lambda phases: {name: float(seconds) for name, seconds in phases.items()})
         self._convert("recomputed", lambda ops: {name: int(times) for name, times in ops.items()})
         self._convert("timeline_bytes", _ints)

@@ -18,7 +18,7 @@ from checkmate_tf import cli
 from checkmate_tf.commands import steps, wall
 from checkmate_tf.commands.settings import FAILED, OUT_OF_MEMORY, TRAINED, Outcome, Settings
 from checkmate_tf.commands.tables import comparison, expectations
-from checkmate_tf.errors import InfeasibleBudget, ModelError
+from checkmate_tf.errors import InfeasibleBudget, PlanningError
 from checkmate_tf.pipeline import ProfiledStep
 from checkmate_tf.reporting import Report
 
@@ -310,7 +310,7 @@ def test_out_of_memory_is_told_also_where_no_convolution_of_a_gpu_finds_any(monk
     else:
         with pytest.raises(tf.errors.NotFoundError):
             steps.run_plain(settings)
-        with pytest.raises(ModelError):
+        with pytest.raises(PlanningError):
             steps.run_planned(settings)
 
 

@@ -155,7 +155,7 @@ def test_a_curve_of_a_planned_step_ends_where_the_allocator_does(small_model):
     spec = (tf.TensorSpec(x.shape, x.dtype), tf.TensorSpec(y.shape, y.dtype))
 
     def planned(profiled):
-        step = memory_over_step.tightest(profiled, [1, 1 << 30])
+        step = memory_over_step.tightest(profiled, (x, y), [1, 1 << 30])
         return memory_over_step.curves(profiled, step.candidate, *memory_over_step.measure(lambda: step((x, y))))
 
     row = on_profiled(small_model, Settings(1 << 30, time_limit_s=1.0), spec, planned)

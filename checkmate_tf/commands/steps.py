@@ -22,7 +22,7 @@ from checkmate_tf import budget as budgets
 from checkmate_tf import sample_data
 from checkmate_tf._version import __version__
 from checkmate_tf.commands.settings import OUT_OF_MEMORY, TRAINED, Outcome, Settings
-from checkmate_tf.errors import CheckmateError, ModelError, is_out_of_memory
+from checkmate_tf.errors import CheckmateError, ModelError, PlanningError, is_out_of_memory
 
 _log = logging.getLogger(__name__)
 
@@ -213,8 +213,9 @@ def _plan_and_train(model: keras.Model, settings: Settings) -> tuple[Outcome, Va
             implementations=settings.implementations,
             time_limit_s=settings.time_limit_s,
             verbose=True,
+            on_unplanned="raise",
         )
-    except ModelError as error:
+    except (ModelError, PlanningError) as error:
         cause = error.__cause__
         if not is_out_of_memory(cause):
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -57,6 +58,21 @@ def train_alike(options):
         return [plain, planned]
 
     return run
+
+
+def part_of_step(step: Callable, batch, part: float) -> int:
+    """A budget in bytes: what earlier tests have left in use, and a part of what a step takes beyond that.
+
+    Args:
+        step: Takes the batch; not planned.
+        batch: Its arguments.
+        part: Of what it takes.
+    """
+    step(*batch)  # makes what it has throughout
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    step(*batch)
+    memory = tf.config.experimental.get_memory_info("CPU:0")
+    return memory["current"] + round(part * (memory["peak"] - memory["current"]))
 
 
 def assert_same_logs(plain, planned, tolerance=TOLERANCE):

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import part_of_step
 from keras import layers
 from keras_models import BATCH, SIZE, conv_layers, crossentropy, head, images
 
@@ -52,7 +53,8 @@ def loops(options):
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     plain, planned = Loop(), Loop()
-    step = checkmate_tf.function(planned.step, 0.75, input_spec=(IMAGES, LABELS), **options)
+    budget = part_of_step(tf.function(Loop().step), images(BATCH), 0.7)
+    step = checkmate_tf.function(planned.step, budget, input_spec=(IMAGES, LABELS), **options)
     return plain, tf.function(plain.step), planned, step
 
 
@@ -128,7 +130,8 @@ def test_gan_with_two_optimizers(options):
     plain, planned = Gan(), Gan()
     plain_step = tf.function(plain.step)
     options = options | {"time_limit_s": 6.0}  # two networks, twice and once: within 1.5 s only on an idle machine
-    step = checkmate_tf.function(tf.function(planned.step), 0.75, input_spec=(IMAGES,), **options)
+    budget = part_of_step(tf.function(Gan().step), images(BATCH)[:1], 0.75)
+    step = checkmate_tf.function(tf.function(planned.step), budget, input_spec=(IMAGES,), **options)
     for seed in range(3):
         real = images(BATCH, seed=seed)[0]
         np.testing.assert_allclose(step(real), plain_step(real), rtol=1e-9)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import assert_same_state, state, values_of
+from conftest import assert_same_state, part_of_step, state, values_of
 from keras_models import BATCH, SIZE, compiled, crossentropy, images, sequential
 
 import checkmate_tf
@@ -31,7 +31,7 @@ def planned(options):
     keras.config.set_dtype_policy("float64")
     keras.utils.set_random_seed(2)
     model = compiled(sequential(depth=2))
-    checkmate_tf.compile(model, 0.75, input_spec=SPEC, **options)
+    checkmate_tf.compile(model, part_of_step(model.train_on_batch, images(BATCH), 0.7), input_spec=SPEC, **options)
     model.train_on_batch(*images(BATCH))
     assert checkmate_tf.report(model).recomputed
     return model
