@@ -28,18 +28,24 @@ def imported(traced: TracedStep) -> tuple[tf.Graph, tuple[str, ...]]:
     graph_def.CopyFrom(traced.graph_def)
     graph_def.node.extend(traced.again.values())
     graph = _import(graph_def)
-    told = _told(graph, traced.function.graph)
-    if told:
-        _tell(graph_def, told)
-        graph = _import(graph_def)
+    graph = _with(graph_def, _told(graph, traced.function.graph)) or graph
     guessed = dict(_guessed(graph, _rows(traced)))
-    if guessed:
-        _tell(graph_def, guessed)
-        try:
-            return _import(graph_def), tuple(guessed)
-        except ValueError:  # they do not go together with what is known
-            pass
-    return graph, ()
+    with_guesses = _with(graph_def, guessed)
+    return (graph, ()) if with_guesses is None else (with_guesses, tuple(guessed))
+
+
+def _with(graph_def: graph_pb2.GraphDef, shapes: _Shapes) -> tf.Graph | None:
+    """The graph with these shapes, which `graph_def` then holds; None where there are none, or they contradict it."""
+    told = graph_pb2.GraphDef()
+    told.CopyFrom(graph_def)
+    _tell(told, shapes)
+    try:
+        graph = _import(told) if shapes else None
+    except ValueError:  # what Python code has told TensorFlow can be wrong; only an import notices
+        return None
+    if graph is not None:
+        graph_def.CopyFrom(told)
+    return graph
 
 
 def _import(graph_def: graph_pb2.GraphDef) -> tf.Graph:

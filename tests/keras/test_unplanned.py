@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import assert_same_state, state, values_of
+from conftest import assert_same_state, set_precision, state, values_of
 from keras import layers
 from keras_models import crossentropy
 
@@ -414,3 +414,23 @@ def test_a_function_is_given_other_arguments(options):
 def test_options_that_mean_nothing(wrong, options):
     with pytest.raises(OptionError, match="^on_unplanned must be one of warn, raise"):
         checkmate_tf.compile(small(), "1GiB", on_unplanned=wrong, **options)
+
+
+def test_a_loss_whose_shapes_contradict_each_other_is_planned(options):
+    """What Keras tells TensorFlow of a shape in CTC is not what follows from the op's inputs."""
+    set_precision("float32", "float32")
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((32, 8)), layers.Dense(32, "relu"), layers.Dense(6)])
+        model.compile("adam", keras.losses.CTC(), jit_compile=False)
+        models.append(model)
+    plain, planned = models
+    checkmate_tf.compile(planned, "1GiB", on_unplanned="raise", **options)
+    random = np.random.default_rng(0)
+    batch = random.normal(size=(4, 32, 8)).astype("float32"), random.integers(1, 6, (4, 5))
+    for model in models:
+        model.train_on_batch(*batch)
+    assert checkmate_tf.report(planned).status != "unplanned"
+    for ours, theirs in zip(plain.weights, planned.weights, strict=True):
+        np.testing.assert_allclose(theirs.numpy(), ours.numpy(), rtol=1e-4, atol=1e-5)
