@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from tensorflow.core.framework import attr_value_pb2, function_pb2, node_def_pb2, op_def_pb2
 from tensorflow.python.eager import context
@@ -34,6 +34,17 @@ def called(node: node_def_pb2.NodeDef, bodies: Bodies) -> Iterator[str]:
         if value.HasField("func"):
             yield value.func.name
         yield from (function.name for function in value.list.func)
+
+
+def nodes_of(nodes: Iterable[node_def_pb2.NodeDef], bodies: Bodies) -> Iterator[node_def_pb2.NodeDef]:
+    """Ops, and those of all functions that they call, each function once."""
+    todo, seen = [nodes], set()
+    while todo:
+        for node in todo.pop():
+            yield node
+            names = set(called(node, bodies)) - seen
+            seen |= names
+            todo += [function.node_def for name in names if (function := body(name, bodies)) is not None]
 
 
 def input_dtype(node: node_def_pb2.NodeDef, position: int, bodies: Bodies) -> int:

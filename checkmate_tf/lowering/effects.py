@@ -16,7 +16,7 @@ from tensorflow.core.framework import node_def_pb2
 from tensorflow.python.eager import context, execute
 
 from checkmate_tf.lowering.creation import op_of
-from checkmate_tf.lowering.definitions import Bodies, body, called, is_stateful
+from checkmate_tf.lowering.definitions import Bodies, body, called, is_stateful, nodes_of
 from checkmate_tf.lowering.in_place import writable
 from checkmate_tf.lowering.trace import TracedStep
 from checkmate_tf.lowering.variables import variables_by_input
@@ -80,12 +80,14 @@ _HARMLESS = _READS | {
 def lasting(traced: TracedStep) -> tuple[str, ...]:
     """Types of the step's ops with effects that cannot be put back: calls of Python, prints, files, queues, tables."""
     bodies = _bodies(traced)
-    return tuple(sorted({node.op for node in _all_nodes(traced, bodies) if not _can_be_put_back(node, bodies)}))
+    return tuple(
+        sorted({node.op for node in nodes_of(traced.graph_def.node, bodies) if not _can_be_put_back(node, bodies)})
+    )
 
 
 def draws_in_kernels(traced: TracedStep) -> bool:
     """Whether random ops of the step keep their place in the stream to themselves (`tf.random.normal`, say)."""
-    return any(node.op in _KERNEL_RANDOM for node in _all_nodes(traced, _bodies(traced)))
+    return any(node.op in _KERNEL_RANDOM for node in nodes_of(traced.graph_def.node, _bodies(traced)))
 
 
 class Snapshot:
@@ -140,17 +142,6 @@ def _written(traced: TracedStep) -> dict[str, tf.Variable]:
 
 def _bodies(traced: TracedStep) -> Bodies:
     return {function.signature.name: function for function in traced.graph_def.library.function}
-
-
-def _all_nodes(traced: TracedStep, bodies: Bodies) -> Iterator[node_def_pb2.NodeDef]:
-    """The step's ops and those of all functions that they call, each function once."""
-    todo, seen = [traced.graph_def.node], set()
-    while todo:
-        for node in todo.pop():
-            yield node
-            names = set(called(node, bodies)) - seen
-            seen |= names
-            todo += [function.node_def for name in names if (function := body(name, bodies)) is not None]
 
 
 def _can_be_put_back(node: node_def_pb2.NodeDef, bodies: Bodies) -> bool:

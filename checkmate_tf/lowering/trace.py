@@ -21,7 +21,7 @@ from checkmate_tf.lowering.again import leaner_reruns
 from checkmate_tf.lowering.branches import assign_in_place
 from checkmate_tf.lowering.calls import read_before_calls
 from checkmate_tf.lowering.creation import created, op_of
-from checkmate_tf.lowering.definitions import is_importable
+from checkmate_tf.lowering.definitions import is_importable, nodes_of
 from checkmate_tf.lowering.differentiation import Passes, passes_of, watched
 from checkmate_tf.lowering.implementations.pooling import poolings_by_places
 from checkmate_tf.lowering.implementations.rewrite import Fired, rewrite
@@ -86,8 +86,10 @@ class TracedStep:
 
     @property
     def constants_bytes(self) -> list[int]:
-        """Size of each constant, which a function that has run holds."""
-        return [_nbytes(node.attr["value"].tensor) for node in self.graph_def.node if node.op == "Const"]
+        """Size of each constant, which a function that has run holds; those of the functions that it calls as well."""
+        bodies = {function.signature.name: function for function in self.graph_def.library.function}
+        nodes = nodes_of(self.graph_def.node, bodies)
+        return [_nbytes(node.attr["value"].tensor) for node in nodes if node.op == "Const"]
 
 
 def trace(

@@ -149,3 +149,14 @@ def test_a_function_that_is_called_by_its_name(function):
     planned = rebuild(traced, graph, compile_plan(graph, range(graph.n)))
     (loss,) = call_unoptimized(planned, [tf.ones((64, 64)), *traced.function.captured_inputs])
     assert np.isfinite(loss)
+
+
+def test_constants_of_branches_are_held_by_a_function_as_well():
+    """The zeros from which accumulated gradients start again are as large as the weights."""
+    variable = tf.Variable(tf.ones([300, 300]))
+
+    def step(x):
+        tf.cond(x > 0, lambda: variable.assign(tf.zeros([300, 300])), lambda: variable.assign_add(variable * x))
+        return x
+
+    assert max(trace(step, tf.TensorSpec(())).constants_bytes) == 300 * 300 * 4
