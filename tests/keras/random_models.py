@@ -35,6 +35,7 @@ REFINEMENTS = (
 COMMON_REFINEMENTS = ("none", "none", "none", "global_clipnorm", "clipnorm", "accumulation", "schedule", "ema")
 FORMS = ("train_on_batch", "arrays", "dataset", "named", "generator")
 COMMON_FORMS = ("train_on_batch", "train_on_batch", "train_on_batch", "generator", "arrays", "dataset")
+PLAIN_HAS_TRAINED = "plain Keras has trained\n"  # what a worker says before anything is planned
 HOLD_ALL = ("arrays", "dataset", "named")  # forms whose pipeline holds the data of all steps
 FRACTIONS = (0.1, 0.05, 0.15, 0.0, 0.2, 0.3, 0.5, 0.8)  # mostly tight: with more, few models recompute anything
 PRECISIONS = ("float64", "float64", "float64", "float32", "mixed_float16", "mixed_bfloat16")

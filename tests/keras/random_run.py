@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import hypothesis
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
-from random_models import LAYERS, PEOPLE_TRAIN, recipes
+from random_models import LAYERS, PEOPLE_TRAIN, PLAIN_HAS_TRAINED, recipes
 
 from checkmate_tf import _cpu_memory
 from checkmate_tf._files import write_atomically
@@ -94,6 +94,11 @@ def checked(recipe: dict, cache_dir: str) -> dict:
     except subprocess.TimeoutExpired:
         return {"outcome": "timeout", "why": f"more than {TIMEOUT_S} s"}
     if worker.returncode:
+        if PLAIN_HAS_TRAINED not in worker.stdout:
+            return {
+                "outcome": "invalid",
+                "why": f"TensorFlow ends the process in plain Keras: exit {worker.returncode}",
+            }
         return {"outcome": "crash", "why": f"exit {worker.returncode}: {worker.stderr[-2000:]}"}
     return json.loads(worker.stdout.splitlines()[-1])
 

@@ -65,6 +65,8 @@ def checked(recipe: dict, cache_dir: str) -> dict:
         case.model.optimizer.build(case.model.trainable_variables)
         start = state(case.model)
         plain_bytes = peak_of(lambda: random_models.train(case, recipe))
+        sys.stdout.write(random_models.PLAIN_HAS_TRAINED)
+        sys.stdout.flush()
     except (ValueError, TypeError, tf.errors.OpError, NotImplementedError) as error:
         return {"outcome": "invalid", "why": f"{type(error).__name__}: {error}"[:300]}
     plain = state(case.model)
