@@ -177,7 +177,6 @@ def nothing_recomputed(monkeypatch) -> None:
     monkeypatch.setattr(Planner, "find", find)
 
 
-@pytest.mark.filterwarnings("ignore:.*times as long as the unmodified step")  # as plans are given a price here
 def test_a_step_with_the_alternatives_that_give_the_cheapest_plan_is_run(options, monkeypatch):
     nothing_recomputed(monkeypatch)
     x, y = images(BATCH)

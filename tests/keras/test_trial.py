@@ -40,7 +40,7 @@ def bits(model) -> list[bytes]:
 def test_planning_at_once_tries_the_step_on_zeros_and_changes_nothing(options):
     model = built()
     before = bits(model)
-    checkmate_tf.compile(model, 0.9, input_spec=spec_of(*images(BATCH)), **options)
+    checkmate_tf.compile(model, "1GiB", input_spec=spec_of(*images(BATCH)), **options)
     assert bits(model)[: len(before)] == before
     report = checkmate_tf.report(model)
     assert len(report.trial_peaks_bytes) >= 1
@@ -51,7 +51,7 @@ def test_planning_at_once_tries_the_step_on_zeros_and_changes_nothing(options):
 def test_the_last_run_of_a_trial_is_the_first_step(options):
     plain, model = built(), built()
     x, y = images(BATCH)
-    checkmate_tf.compile(model, 0.9, **options)
+    checkmate_tf.compile(model, "1GiB", **options)
     assert model.train_on_batch(x, y) == pytest.approx(plain.train_on_batch(x, y), rel=1e-9)
     assert model.optimizer.iterations.numpy() == 1
     assert_same_state(plain, model)
@@ -70,8 +70,9 @@ def too_much(monkeypatch, times):
 
 
 def test_a_step_that_takes_too_much_in_its_trial_is_planned_again_before_it_trains(options, monkeypatch):
-    plain, model = built(), built()
+    plain, model = built(dropout=0), built(dropout=0)
     x, y = images(BATCH)
+    options = options | {"time_limit_s": 4.0}
     monkeypatch.setattr(Planner, "forked", lambda _, candidate, *__: candidate)  # forks would go first
     checkmate_tf.compile(model, 0.9, **options)
     planned_training(model).plan((tf.constant(x), tf.constant(y)))
@@ -90,7 +91,7 @@ def test_a_budget_that_no_plan_keeps_when_it_runs_is_refused_with_nothing_change
     plain, model = built(), built()
     x, y = images(BATCH)
     before = bits(model)
-    checkmate_tf.compile(model, 0.9, **options)
+    checkmate_tf.compile(model, "1GiB", **options)
     monkeypatch.setattr(devices, "peak_bytes", lambda _: 1 << 40)
     with pytest.raises(NoScheduleFound, match=r"when it runs: in trials the step took 1\.00 TiB"):
         model.train_on_batch(x, y)
