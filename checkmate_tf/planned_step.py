@@ -227,6 +227,8 @@ class PlannedStep:
         self._note("no plan keeps the budget with what was measured; the last one stays.")
         self._replans = self._MOST_REPLANS
         self._trusted_at = self._turns.moves
+        if self._whole is None:  # memory is no longer divided, as another plan was sought
+            self._dividers = self._profiled.divide(self.candidate.partition)
 
     def _not_kept(self) -> NoScheduleFound:
         """The error for a budget that no plan kept when it ran."""

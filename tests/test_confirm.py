@@ -123,3 +123,12 @@ def test_a_step_above_its_budget_gives_up_its_forks_before_it_is_planned_with_le
     assert step.candidate.forks == ()
     assert limits[0] == limits[-2] == 100
     assert limits[-1] == 100 - 17
+
+
+def test_where_no_other_plan_is_found_memory_is_divided_again_for_the_last_one():
+    step, _ = stubbed(None, None)
+    step._has_trained = True
+    step._profiled.divide = lambda partition: [("divided for", partition)]
+    ready(step)
+    assert step._dividers == [("divided for", ())]
+    assert step._notes == ["no plan keeps the budget with what was measured; the last one stays."]
