@@ -221,10 +221,12 @@ def specification(case: Case, recipe: dict):
 
 
 def held_bytes(case: Case, recipe: dict) -> int:
-    """What the pipeline that feeds the steps holds beside the batches that it draws."""
+    """What the pipeline that feeds the steps holds beside a batch: all data, and of arrays the batches that it draws
+    ahead, which may be all of them."""
     if recipe["form"] not in HOLD_ALL:
         return 0
-    return sum(array.nbytes for array in tf.nest.flatten(_data(case, recipe)) if array is not None)
+    nbytes = sum(array.nbytes for array in tf.nest.flatten(_data(case, recipe)) if array is not None)
+    return 2 * nbytes if recipe["form"] == "arrays" else nbytes
 
 
 def _rows(data, rows: slice):
