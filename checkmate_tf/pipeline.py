@@ -28,6 +28,7 @@ from checkmate_tf.lowering.rebuild import Lean, rebuild
 from checkmate_tf.lowering.seats import Seats
 from checkmate_tf.lowering.trace import TracedStep, trace
 from checkmate_tf.lowering.turns import turns
+from checkmate_tf.lowering.variables import variable_bytes
 from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.joint import NONE, OWN, JointPlanner, Site
 from checkmate_tf.planning.partition import STATES
@@ -128,7 +129,7 @@ class ProfiledStep:
 
     @functools.cached_property
     def base_bytes(self) -> int:
-        """What the device holds before the step: variables, optimizer slots, the batch."""
+        """What the device holds before the step: its variables, the batch, and what is not the step's."""
         gc.collect()
         return devices.in_use_bytes(self.device)
 
@@ -158,6 +159,7 @@ class ProfiledStep:
             more_bytes: What that step's batch takes beyond this one's.
             archive_dir: Folder of the schedules that are kept for a later run; by default none are.
         """
+        variables = self.traced.function.variables
         return Planner(
             op_graph,
             costs,
@@ -168,6 +170,7 @@ class ProfiledStep:
             strategy=strategy,
             archive_dir=archive_dir,
             rearrange=self.tidy,
+            weights_bytes=devices.counted_bytes(self.device, map(variable_bytes, variables)),
             batch_bytes=devices.counted_bytes(self.device, self._fed_bytes),
         )
 

@@ -6,7 +6,7 @@ import pytest
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
-from checkmate_tf.planning.advice import at_peak
+from checkmate_tf.planning.advice import Before, at_peak
 from checkmate_tf.planning.candidate import Candidate
 
 MIB = 1 << 20
@@ -41,7 +41,7 @@ def plan(activation_bytes: int, weight_bytes: int) -> Candidate:
 
 def test_weights_that_take_the_memory_are_named_and_no_smaller_batch_is_advised():
     """Weights, slots and gradients took all of it, and the advice was a smaller batch."""
-    text = at_peak(plan(activation_bytes=8, weight_bytes=10 * MIB), base_bytes=30 * MIB, batch_bytes=8)
+    text = at_peak(plan(activation_bytes=8, weight_bytes=10 * MIB), Before(30 * MIB, 30 * MIB - 8, 8))
     assert "weights and optimizer slots 30.00 MiB (60 %)" in text
     assert "gradients of weights and their updates 20.00 MiB (40 %)" in text
     assert "the update of the weights" in text
@@ -51,12 +51,21 @@ def test_weights_that_take_the_memory_are_named_and_no_smaller_batch_is_advised(
 
 @pytest.mark.parametrize(("batch_bytes", "activation_bytes"), [(0, 90 * MIB), (90 * MIB, 8)], ids=["layers", "batch"])
 def test_a_smaller_batch_is_advised_where_it_helps(batch_bytes, activation_bytes):
-    text = at_peak(plan(activation_bytes, weight_bytes=MIB), base_bytes=MIB + batch_bytes, batch_bytes=batch_bytes)
+    text = at_peak(plan(activation_bytes, weight_bytes=MIB), Before(MIB + batch_bytes, MIB, batch_bytes))
     assert "Try: a smaller batch" in text
     assert "fewer slots" not in text
 
 
+def test_what_is_not_the_steps_own_is_not_taken_for_weights():
+    """The arrays that `fit` copies to a CPU's memory were called weights, with advice to have fewer of those."""
+    text = at_peak(plan(activation_bytes=8, weight_bytes=MIB), Before(90 * MIB, 3 * MIB, 2 * MIB))
+    assert "weights and optimizer slots 3.00 MiB" in text
+    assert "such as data that a pipeline holds 85.00 MiB" in text
+    assert "batch by batch" in text
+    assert "fewer slots" not in text
+
+
 def test_a_layer_is_named_as_the_user_does():
-    text = at_peak(plan(activation_bytes=90 * MIB, weight_bytes=MIB), base_bytes=MIB, batch_bytes=0)
+    text = at_peak(plan(activation_bytes=90 * MIB, weight_bytes=MIB), Before(MIB, MIB, 0))
     assert 'in the gradient of layer "head"' in text
     assert 'Most of what is made in the step is of layer "head".' in text

@@ -10,6 +10,7 @@ import tensorflow as tf
 from checkmate_tf.core.allocator import BfcAllocator
 from checkmate_tf.lowering.device import grows, in_use_bytes, is_cpu, limit_bytes
 from checkmate_tf.lowering.rehearse import address, allocator_config, empty, refusal
+from checkmate_tf.lowering.variables import variable_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def make_room(device: str, nbytes: int, variables: Sequence[tf.Variable]) -> int
         return 0
     config = allocator_config(device=device)
     taken = BfcAllocator(config)
-    for size in map(_nbytes, variables):
+    for size in map(variable_bytes, variables):
         if size:
             taken.allocate(size)
     room = min(nbytes, config.limit_bytes - max(taken.pool_bytes, in_use_bytes(device)) - _LEFT_FREE_BYTES)
@@ -102,18 +103,13 @@ def gather(device: str, variables: Sequence[tf.Variable], room_bytes: int) -> No
         room_bytes: Size of a free block, as `make_room` returns it. Nothing is moved if it is less than
             twice what the variables take.
     """
-    moved = [v for v in variables if _nbytes(v) >= _SMALLEST_PLUG_BYTES]
-    if not moved or 2 * sum(map(_nbytes, moved)) + _SLACK_BYTES > room_bytes:
+    moved = [v for v in variables if variable_bytes(v) >= _SMALLEST_PLUG_BYTES]
+    if not moved or 2 * sum(map(variable_bytes, moved)) + _SLACK_BYTES > room_bytes:
         return
     with exact_chunks(device, room_bytes), tf.device(device):
         copies = [tf.raw_ops.DeepCopy(x=variable.read_value()) for variable in moved]
         for variable in moved:  # once all copies are made: a chunk that comes free would take the next one
             variable.assign(copies.pop(0))
-
-
-def _nbytes(variable: tf.Variable) -> int:
-    shape = variable.shape
-    return shape.num_elements() * variable.dtype.size if shape.is_fully_defined() else 0
 
 
 class exact_chunks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,22 +15,33 @@ from checkmate_tf.planning.candidate import Candidate
 
 _WEIGHTS, _BATCH, _UPDATES = "weights and optimizer slots", "batch", "gradients of weights and their updates"
 _LAYERS, _WORKSPACE = "activations and their gradients", "workspace of one op"
+_OTHERS = "tensors that are not the step's, such as data that a pipeline holds"
 _OF_ROWS = frozenset({_BATCH, _LAYERS})  # fewer rows take less
 _HELPS = 0.1  # of the peak: a part of that size is worth making smaller
 _MODEL = re.compile(r"(functional|sequential)(_\d+)?")
 _VARIABLE = "ReadVariableOp"
 
 
-def at_peak(smallest: Candidate, base_bytes: int, batch_bytes: int) -> str:
+class Before(NamedTuple):
+    """Bytes that a device holds before a step."""
+
+    base_bytes: int
+    """In all."""
+    weights_bytes: int
+    """The step's variables: weights, optimizer slots, metrics."""
+    batch_bytes: int
+
+
+def at_peak(smallest: Candidate, before: Before) -> str:
     """What the smallest plan holds at its peak, the most first, and what makes that less.
 
     Args:
         smallest: The plan.
-        base_bytes: What the device holds before the step.
-        batch_bytes: The batch, a part of that.
+        before: What the device holds before the step.
     """
     graph, memory, step = smallest.op_graph, smallest.memory, smallest.memory.peak_step
-    parts = collections.Counter({_WEIGHTS: base_bytes - batch_bytes, _BATCH: batch_bytes})
+    others_bytes = max(0, before.base_bytes - before.weights_bytes - before.batch_bytes)
+    parts = collections.Counter({_WEIGHTS: before.weights_bytes, _BATCH: before.batch_bytes, _OTHERS: others_bytes})
     places: collections.Counter[str] = collections.Counter()
     fixed = _of_fixed_size(smallest)
     for tensor, nbytes in _held(smallest, step).items():
@@ -52,6 +64,8 @@ def _tries(parts: collections.Counter[str], total: int) -> str:
         tries.append("a smaller batch")
     if parts[_WEIGHTS] + parts[_UPDATES] >= (1 - _HELPS) * total:
         tries.append("smaller layers, or an optimizer with fewer slots")
+    if parts[_OTHERS] >= _HELPS * total:
+        tries.append("data that is read batch by batch (a generator, a `keras.utils.PyDataset`), not all as arrays")
     return ", or ".join([*tries, "a budget above that."])
 
 

@@ -54,14 +54,15 @@ class Planner:
     Args:
         op_graph: The step in its original order, with measured storage.
         costs: Its measured costs.
-        base_bytes: What the device holds before the step: variables, optimizer slots, the batch.
+        base_bytes: What the device holds before the step: its variables, the batch, and what is not the step's.
         allocator_peak: As for `Placer`.
         uncounted_below_bytes: Smaller requests are in no statistics of the allocator.
         limit_bytes: Most that the device hands out, or None where that is not known.
         strategy: Name of the solver.
         archive_dir: Folder of the schedules that are kept for a later run, or None.
         rearrange: Moves what the device holds, as compiling the step once more will.
-        batch_bytes: The batch, a part of `base_bytes`.
+        weights_bytes: The step's variables, a part of `base_bytes`.
+        batch_bytes: The batch, another part.
 
     Attributes:
         needed_bytes: A lower bound on the peak of every plan, everything included: proven.
@@ -79,6 +80,7 @@ class Planner:
         strategy: str = "auto",
         archive_dir: str | None = None,
         rearrange: Callable[[], None] = lambda: None,
+        weights_bytes: int = 0,
         batch_bytes: int = 0,
     ):
         self._op_graph = op_graph
@@ -91,7 +93,7 @@ class Planner:
         self._strategy = strategy
         self._rearrange = rearrange
         self._base_bytes = base_bytes
-        self._batch_bytes = batch_bytes
+        self._before = advice.Before(base_bytes, weights_bytes, batch_bytes)
         self.needed_bytes = base_bytes + working_set_bytes(op_graph, uncounted_below_bytes)
         self.orders = []
         for settle in (True, False):
@@ -492,7 +494,7 @@ class Planner:
     def _hint(self, smallest: Candidate) -> str:
         return (
             f"Smallest budget found: {format_bytes(smallest.peak_bytes, round_up=True)} "
-            f"({smallest.peak_bytes:,} bytes). {advice.at_peak(smallest, self._base_bytes, self._batch_bytes)}"
+            f"({smallest.peak_bytes:,} bytes). {advice.at_peak(smallest, self._before)}"
         )
 
 
