@@ -10,6 +10,10 @@ from tensorflow.python.framework import op_def_registry
 
 Bodies = Mapping[str, function_pb2.FunctionDef]
 """Functions by name. A graph has those that its own ops call; those that these call, TensorFlow knows."""
+READS_OF_VARIABLES = frozenset(
+    {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
+)
+"""Types of the ops that have state only because they read a variable."""
 
 
 def body(name: str, bodies: Bodies) -> function_pb2.FunctionDef | None:

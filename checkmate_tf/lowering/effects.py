@@ -16,12 +16,11 @@ from tensorflow.core.framework import node_def_pb2
 from tensorflow.python.eager import context, execute
 
 from checkmate_tf.lowering.creation import op_of
-from checkmate_tf.lowering.definitions import Bodies, body, called, is_stateful, nodes_of
+from checkmate_tf.lowering.definitions import READS_OF_VARIABLES, Bodies, body, called, is_stateful, nodes_of
 from checkmate_tf.lowering.in_place import writable
 from checkmate_tf.lowering.trace import TracedStep
 from checkmate_tf.lowering.variables import variables_by_input
 
-_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
 # Stateful ops whose only effect is on a variable that they are given.
 _WRITES = (
     "AssignAddVariableOp",
@@ -56,7 +55,7 @@ _KERNEL_RANDOM = frozenset(
         "UniformCandidateSampler",
     }
 )
-_HARMLESS = _READS | {
+_HARMLESS = READS_OF_VARIABLES | {
     "Assert",
     "CheckNumerics",
     "CheckNumericsV2",
@@ -135,7 +134,11 @@ def _written(traced: TracedStep) -> dict[str, tf.Variable]:
     """The variables that ops of the step may write, by name of the input that is theirs."""
     variables = variables_by_input(traced.function)
     inputs = {
-        op_of(name) for node in traced.graph_def.node if node.op not in _READS for name in node.input if name[0] != "^"
+        op_of(name)
+        for node in traced.graph_def.node
+        if node.op not in READS_OF_VARIABLES
+        for name in node.input
+        if name[0] != "^"
     }
     return {name: variable for name, variable in variables.items() if name in inputs}
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.lowering import device
 from checkmate_tf.lowering.creation import created, no_later_than_readers, places
+from checkmate_tf.lowering.definitions import READS_OF_VARIABLES
 from checkmate_tf.lowering.onednn import BIAS_GRADIENT, FILTER_GRADIENT
 from checkmate_tf.lowering.shapes import imported
 from checkmate_tf.lowering.trace import TracedStep
@@ -29,7 +30,6 @@ _NO_STORAGE = frozenset({tf.resource, tf.variant, tf.string})
 # per element of the first, and TensorFlow a number per byte of that.
 _RESERVED = {"FusedBatchNormV3": lambda _: 0, "_FusedBatchNormEx": lambda elements: -(-elements // 8)}
 _FIRST_LAST = frozenset({"_FusedBatchNormEx"})  # on a CPU, which has it with oneDNN only
-_READS_ONLY = frozenset({"ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
 _ONEDNN_TYPES = (tf.float32, tf.bfloat16, tf.float16)
 
 
@@ -239,7 +239,7 @@ def _controls(ops, number, inputs, storage, outputs) -> tuple[tuple[int, ...], .
     for k, op in enumerate(ops):
         if op.type == "ReadVariableOp":
             reads_of.setdefault(op.inputs[0].name, []).append(k)
-        elif op.op_def.is_stateful and op.type not in _READS_ONLY:
+        elif op.op_def.is_stateful and op.type not in READS_OF_VARIABLES:
             for handle in op.inputs:
                 if handle.dtype == tf.resource:
                     for read in reads_of.get(handle.name, ()):

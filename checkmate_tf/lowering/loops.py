@@ -21,7 +21,7 @@ from tensorflow.core.framework import function_pb2, node_def_pb2
 
 from checkmate_tf.core.opgraph import CONTROL_FLOW, OpGraph
 from checkmate_tf.lowering import device as devices
-from checkmate_tf.lowering.definitions import Bodies, body, called, is_stateful
+from checkmate_tf.lowering.definitions import READS_OF_VARIABLES, Bodies, body, called, is_stateful
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.rebuild import call_unoptimized
 from checkmate_tf.lowering.scratch import asked_by, without_outputs
@@ -33,7 +33,6 @@ _LOOPS = frozenset({"While", "StatelessWhile"})
 _CALLS = CONTROL_FLOW | {"PartitionedCall", "StatefulPartitionedCall"}
 _COMPARISONS = frozenset({"Less", "LessEqual", "Greater", "GreaterEqual"})
 _OF_CONDITIONS = _COMPARISONS | {"LogicalAnd", "Identity", "Const", "NoOp"}
-_ONLY_READ = frozenset({"ReadVariableOp", "VariableShape", "ResourceGather"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +201,6 @@ def _reads_only(nodes, bodies: Bodies) -> bool:
 def _op_reads_only(node: node_def_pb2.NodeDef, bodies: Bodies) -> bool:
     functions = [body(name, bodies) for name in called(node, bodies)]
     is_call = node.op in _CALLS or any(function.signature.name == node.op for function in functions if function)
-    if not is_call and node.op not in _ONLY_READ and is_stateful(node, bodies):
+    if not is_call and node.op not in READS_OF_VARIABLES and is_stateful(node, bodies):
         return False
     return all(function is not None and _reads_only(function.node_def, bodies) for function in functions)
