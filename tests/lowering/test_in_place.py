@@ -284,7 +284,17 @@ def sign_of_old_momentum_in_branch(weights, momenta, gradients):
     return tf.constant(True)
 
 
-@pytest.mark.parametrize("update", [momentum_in_branch, sign_of_old_momentum_in_branch])
+def accumulated_in_branch(weights, accumulators, gradients):
+    """As Keras accumulates gradients: the sums go into the weights, and start again."""
+    gradients = [(a + g) / 2.0 for a, g in zip(accumulators, gradients, strict=True)]
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.assign_sub(0.1 * gradient + 0.01 * weight)
+    for accumulator in accumulators:
+        accumulator.assign(tf.zeros([ELEMENTS]))
+    return tf.constant(True)
+
+
+@pytest.mark.parametrize("update", [momentum_in_branch, sign_of_old_momentum_in_branch, accumulated_in_branch])
 def test_a_branch_updates_one_variable_after_the_other_and_what_it_takes_is_known(update):
     def variables():
         return [[tf.Variable(tf.random.stateless_normal([ELEMENTS], [k, j])) for k in range(WEIGHTS)] for j in (0, 1)]
