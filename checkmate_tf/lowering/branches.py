@@ -166,8 +166,12 @@ def _order_updates(nodes: MutableSequence[node_def_pb2.NodeDef]) -> None:
     waits.add_edges_from(("", name) for name in [*updates, *by_name])
     order = [name for name in nx.dfs_postorder_nodes(waits, "") if name and by_name[name].op != "Const"]
     for before, name in itertools.pairwise(order):
-        if before not in map(op_of, by_name[name].input):
-            by_name[name].input.append(f"^{before}")
+        node = by_name[name]
+        if before not in map(op_of, node.input):
+            node.input.append(f"^{before}")
+        elif node.op in FIRST_ARGUMENT:
+            nodes.append(after(node, [before]))
+            node.input.append(f"^{nodes[-1].name}")
 
 
 def _keep_apart(nodes: MutableSequence[node_def_pb2.NodeDef]) -> None:
@@ -213,6 +217,21 @@ def called(node: node_def_pb2.NodeDef) -> Iterator[attr_value_pb2.NameAttrList]:
         if value.HasField("func"):
             yield value.func
         yield from value.list.func
+
+
+def after(node: node_def_pb2.NodeDef, before: Sequence[str]) -> node_def_pb2.NodeDef:
+    """An op behind those that another one, which calls functions, reads and must wait for, to wait for in their place.
+
+    TensorFlow expands the call, and then what reads none of them would run ahead of them. It takes no control edge
+    from an op whose output is read.
+
+    Args:
+        node: The op that calls functions.
+        before: Names of those that it must wait for.
+    """
+    return node_def_pb2.NodeDef(
+        name=f"{node.name}/after", op="NoOp", device=node.device, input=[f"^{b}" for b in before]
+    )
 
 
 def is_expanded(node: node_def_pb2.NodeDef) -> bool:
