@@ -180,9 +180,11 @@ def test_accumulated_gradients_start_again_without_zeros_in_memory(options):
             places.add(tuple(address(value.read_value()) for value in large))
         return peaks, places
 
+    model = build()
     spec = (tf.TensorSpec((64, 32), tf.float32), tf.TensorSpec((64,), tf.int64))
-    least_bytes = checkmate_tf.minimum_budget(build(), spec, cache_dir=options["cache_dir"]).budget_bytes
-    model, (peaks, places) = train_tightly(build, train, int(1.05 * least_bytes), **options)
+    least_bytes = checkmate_tf.minimum_budget(model, spec, cache_dir=options["cache_dir"]).budget_bytes
+    checkmate_tf.compile(model, int(1.05 * least_bytes), **options)
+    peaks, places = train(model)
     assert checkmate_tf.report(model).notes == ()
     assert max(peaks) <= checkmate_tf.report(model).budget_bytes
     assert len(places) == 1
