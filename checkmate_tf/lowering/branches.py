@@ -16,7 +16,7 @@ from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2, n
 
 from checkmate_tf.lowering.creation import op_of
 from checkmate_tf.lowering.definitions import body
-from checkmate_tf.lowering.in_place import in_place, one_row
+from checkmate_tf.lowering.in_place import fill_in_place, in_place, one_row, repeated
 from checkmate_tf.lowering.onednn import merged_inputs
 
 _ASSIGN, _READ = "AssignVariableOp", "ReadVariableOp"
@@ -29,16 +29,20 @@ _IN_PLACE = "_in_place"  # ends the names of the functions that are made here, w
 _MADE = re.compile(f"{_IN_PLACE}[01]+$")
 
 
-def assign_in_place(graph_def: graph_pb2.GraphDef, writable: Collection[str]) -> None:
-    """Has the functions that a graph's ops call write into the buffers of variables.
+def assign_in_place(graph_def: graph_pb2.GraphDef, writable: Collection[str], returned: Collection[str]) -> None:
+    """Has the functions that a graph's ops call write into the buffers of variables, and Fills everywhere.
 
     Args:
         graph_def: Takes new functions; ops keep their names.
         writable: Names of the inputs whose variables can be assigned in place.
+        returned: Names of ops that the graph returns, or must run.
     """
     functions = _Functions(graph_def)
     for node in graph_def.node:
         functions.replace_called(node, writable.__contains__)
+    nodes = _fills_in_place(list(graph_def.node), writable.__contains__, returned)
+    del graph_def.node[:]
+    graph_def.node.extend(nodes)
 
 
 class _Functions:
@@ -56,7 +60,7 @@ class _Functions:
             node: The op.
             is_writable: Tells of the name of an input whether it is such a variable.
         """
-        if node.op not in FIRST_ARGUMENT or _is_for_xla(node):
+        if node.op not in FIRST_ARGUMENT or is_for_xla(node):
             return
         inputs = [name for name in node.input if not name.startswith("^")]
         flags = tuple(is_writable(name) for name in inputs[FIRST_ARGUMENT[node.op] :])
@@ -67,7 +71,7 @@ class _Functions:
     def _in_place(self, name: str, flags: tuple[bool, ...]) -> str:
         """Name of a function with assignments in place to the arguments that are flagged; its own, if it has none."""
         function = self._body(name)
-        if function is None or _is_for_xla(function):
+        if function is None or is_for_xla(function):
             return name
         if (name, flags) not in self._made:
             changed = self._changed(function, flags)
@@ -95,15 +99,19 @@ class _Functions:
         changed = function_pb2.FunctionDef()
         changed.CopyFrom(body)
         del changed.node_def[:]
-        assigned = []
+        copies, assigned = [], []
         for original in body.node_def:
             node = node_def_pb2.NodeDef()
             node.CopyFrom(original)
             self.replace_called(node, is_writable)
-            stays = node.op == _ASSIGN and is_writable(node.input[0])
-            assigned += [node.name] if stays else []
-            changed.node_def.extend(in_place(node, in_function=True) if stays else [node])
-        if assigned:
+            assigned += [node.name] if node.op == _ASSIGN and is_writable(node.input[0]) else []
+            copies.append(node)
+        returned = {op_of(source) for source in (*body.ret.values(), *body.control_ret.values())}
+        left = _fills_in_place(copies, is_writable, returned, in_function=True)
+        stay = {node.name for node in left if node.op == _ASSIGN} & set(assigned)
+        for node in left:
+            changed.node_def.extend(in_place(node, in_function=True) if node.name in stay else [node])
+        if stay:
             changed.node_def.append(one_row())
         for name in set(assigned) - set(body.control_ret.values()):  # an op without state runs for what needs it only
             changed.control_ret[name] = name
@@ -112,15 +120,42 @@ class _Functions:
         return changed if list(changed.node_def) != list(body.node_def) else None
 
 
+def _fills_in_place(
+    nodes: Sequence[node_def_pb2.NodeDef],
+    is_writable: Callable[[str], bool],
+    returned: Collection[str],
+    *,
+    in_function: bool = False,
+) -> list[node_def_pb2.NodeDef]:
+    """Ops of which those that assign what is filled with one number write that number, without what nobody then reads.
+
+    Args:
+        nodes: The ops of a graph.
+        is_writable: As for `_Functions.replace_called`.
+        returned: Names of those that the graph returns, or must run.
+        in_function: As for `in_place`.
+    """
+    by_name = {node.name: node for node in nodes}
+    written = {
+        node.name: fill_in_place(node, *filled, in_function=in_function)
+        for node in nodes
+        if node.op == _ASSIGN and is_writable(node.input[0]) and (filled := repeated(node.input[1], by_name))
+    }
+    replaced = [new for node in nodes for new in written.get(node.name, [node])]
+    read = {op_of(name) for node in replaced for name in node.input}
+    gone = {op_of(by_name[name].input[1]) for name in written} - read - set(returned)
+    return [node for node in replaced if node.name not in gone]
+
+
 def is_ordered(body: function_pb2.FunctionDef) -> bool:
     """Whether a function is one that was made here, and its ops run in one order."""
-    return _MADE.search(body.signature.name) is not None and not any(node.op in _EXPANDED for node in body.node_def)
+    return _MADE.search(body.signature.name) is not None and not any(map(is_expanded, body.node_def))
 
 
 def _order_updates(nodes: MutableSequence[node_def_pb2.NodeDef]) -> None:
     """Adds control edges that leave one order: depth first, from one update to the next."""
     updates = [node.name for node in nodes if _is_update(node)]
-    if not updates or any(node.op in _EXPANDED for node in nodes):
+    if not updates or any(map(is_expanded, nodes)):
         return
     _keep_apart(nodes)
     by_name = {node.name: node for node in nodes}
@@ -131,8 +166,12 @@ def _order_updates(nodes: MutableSequence[node_def_pb2.NodeDef]) -> None:
     waits.add_edges_from(("", name) for name in [*updates, *by_name])
     order = [name for name in nx.dfs_postorder_nodes(waits, "") if name and by_name[name].op != "Const"]
     for before, name in itertools.pairwise(order):
-        if before not in map(op_of, by_name[name].input):
-            by_name[name].input.append(f"^{before}")
+        node = by_name[name]
+        if before not in map(op_of, node.input):
+            node.input.append(f"^{before}")
+        elif node.op in FIRST_ARGUMENT:
+            nodes.append(after(node, [before]))
+            node.input.append(f"^{nodes[-1].name}")
 
 
 def _keep_apart(nodes: MutableSequence[node_def_pb2.NodeDef]) -> None:
@@ -180,6 +219,26 @@ def called(node: node_def_pb2.NodeDef) -> Iterator[attr_value_pb2.NameAttrList]:
         yield from value.list.func
 
 
-def _is_for_xla(op: node_def_pb2.NodeDef | function_pb2.FunctionDef) -> bool:
+def after(node: node_def_pb2.NodeDef, before: Sequence[str]) -> node_def_pb2.NodeDef:
+    """An op behind those that another one, which calls functions, reads and must wait for, to wait for in their place.
+
+    TensorFlow expands the call, and then what reads none of them would run ahead of them. It takes no control edge
+    from an op whose output is read.
+
+    Args:
+        node: The op that calls functions.
+        before: Names of those that it must wait for.
+    """
+    return node_def_pb2.NodeDef(
+        name=f"{node.name}/after", op="NoOp", device=node.device, input=[f"^{b}" for b in before]
+    )
+
+
+def is_expanded(node: node_def_pb2.NodeDef) -> bool:
+    """Whether an op is a part of a branch or a loop that stands in the graph itself."""
+    return node.op in _EXPANDED
+
+
+def is_for_xla(op: node_def_pb2.NodeDef | function_pb2.FunctionDef) -> bool:
     """Whether XLA compiles it, which does not know the ops that assign in place."""
     return _FOR_XLA in op.attr and op.attr[_FOR_XLA].b

@@ -2,27 +2,33 @@
 
 TensorFlow's AssignVariableOp gives a variable the buffer of the value. After it the variable lies among the tensors of
 the step, in another place each time, and divides the memory that the next step finds. Here the value is copied into
-the variable's own buffer.
+the variable's own buffer. Of a value that repeats one number, as the zeros from which accumulated gradients start
+again, only the number is there.
 
 References:
-    TensorFlow, `core/kernels/resource_variable_ops.cc` (`AssignVariableOp`, `AssignUpdateVariableOp`),
+    TensorFlow, `core/kernels/resource_variable_ops.cc` (`AssignVariableOp`, `AssignUpdateVariableOp`,
+    `ResourceScatterUpdateOp`),
     `core/kernels/training_op_helpers.h` (`PrepareToUpdateVariable`) and `core/kernels/inplace_ops.cc`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, graph_pb2, node_def_pb2
 from tensorflow.python.framework import kernels
 
+from checkmate_tf.lowering.creation import op_of
 from checkmate_tf.lowering.variables import variables_by_input
 
 _ONE_ROW = "in_place/one_row"
 _INT32 = attr_value_pb2.AttrValue(type=tf.int32.as_datatype_enum)
 _EMPTY = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue())
 _UNSHARE, _UNCOPY, _WRITE = "AssignSubVariableOp", "DisableCopyOnRead", "_ParallelConcatUpdate"
+_WRITE_ROWS = "ResourceScatterUpdate"
+_OF_VALUES = frozenset({"T", "dtype"})  # attributes; others are types of indices
 # What depends on constants alone, TensorFlow's runtime computes when it makes a function, up to 10 MiB an op, and holds
 # from then on. It leaves alone what shares memory with others, as this attribute says; an empty one says nothing else.
 NOT_FOLDED = "_scoped_allocator"
@@ -86,15 +92,70 @@ def in_place(assign: node_def_pb2.NodeDef, *, in_function: bool = False) -> list
     return list(graph_def.node)
 
 
+def repeated(value: str, nodes: Mapping[str, node_def_pb2.NodeDef]) -> tuple[int, str] | None:
+    """Number of rows of a tensor, and name of the number that all of it is; None where it is not known to be one.
+
+    Args:
+        value: Name of the tensor.
+        nodes: The ops around it by name.
+    """
+    fill = nodes.get(op_of(value))
+    dims = None if fill is None or fill.op != "Fill" else nodes.get(op_of(fill.input[0]))
+    if dims is None or dims.op != "Const":
+        return None
+    shape = tf.make_ndarray(dims.attr["value"].tensor)
+    return (int(shape[0]), fill.input[1]) if shape.size else None
+
+
+def fill_in_place(
+    assign: node_def_pb2.NodeDef, rows: int, number: str, *, in_function: bool = False
+) -> list[node_def_pb2.NodeDef]:
+    """As `in_place`, where all of the value is one number, of which nothing larger than a number a row is made.
+
+    The op that writes rows moves the variable to a buffer of its own if anyone else reads the one that it has, and has
+    reads copy from then on, which the last op undoes.
+
+    Args:
+        assign: The op.
+        rows: Of the variable, which has one axis at least.
+        number: Name of the number.
+        in_function: As for `in_place`.
+    """
+    graph_def = graph_pb2.GraphDef()
+    handle, _, *controls = assign.input
+    name = assign.name
+    range_ = graph_def.node.add(name=f"{name}/rows", op="Range", device=assign.device)
+    for argument, value in (("start", 0), ("limit", rows), ("delta", 1)):
+        constant = graph_def.node.add(name=f"{name}/{argument}", op="Const", device=assign.device)
+        constant.attr["dtype"].CopyFrom(_INT32)
+        constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int32))
+        range_.input.append(f"{constant.name}:output:0" if in_function else constant.name)
+    range_.attr["Tidx"].CopyFrom(_INT32)
+    range_.attr[NOT_FOLDED].CopyFrom(_EMPTY)
+    indices = f"{range_.name}:output:0" if in_function else range_.name
+    inputs = [handle, indices, number, *controls]
+    write = graph_def.node.add(name=f"{name}/filled", op=_WRITE_ROWS, input=inputs, device=assign.device)
+    write.attr["dtype"].CopyFrom(assign.attr["dtype"])
+    write.attr["Tindices"].CopyFrom(_INT32)
+    graph_def.node.add(name=name, op=_UNCOPY, input=[handle, f"^{write.name}"], device=assign.device)
+    return list(graph_def.node)
+
+
 def _has_kernels(variable: tf.Variable) -> bool:
     device_type = tf.DeviceSpec.from_string(variable.device).device_type or "CPU"
-    return all(_has_kernel(op, device_type, variable.dtype.as_datatype_enum) for op in (_UNSHARE, _UNCOPY, _WRITE))
+    ops = (_UNSHARE, _UNCOPY, _WRITE, _WRITE_ROWS)
+    return all(has_kernel(op, device_type, variable.dtype.as_datatype_enum) for op in ops)
 
 
 @functools.cache
-def _has_kernel(op: str, device_type: str, dtype: int) -> bool:
+def has_kernel(op: str, device_type: str, dtype: int) -> bool:
+    """Whether a device has an op for a data type, as TensorFlow's enum, if it has one for types of indices."""
     return any(
         kernel.device_type == device_type
-        and all(dtype in constraint.allowed_values.list.type for constraint in kernel.constraint)
+        and all(
+            dtype in constraint.allowed_values.list.type
+            for constraint in kernel.constraint
+            if constraint.name in _OF_VALUES
+        )
         for kernel in kernels.get_registered_kernels_for_op(op).kernel
     )

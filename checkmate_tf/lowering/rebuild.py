@@ -13,6 +13,7 @@ from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicF
 from checkmate_tf.core.forks import Fork, is_ordered, lane_of_steps, to_hold
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.plan import Plan
+from checkmate_tf.lowering.branches import after, called
 from checkmate_tf.lowering.creation import op_of
 from checkmate_tf.lowering.definitions import input_dtype
 from checkmate_tf.lowering.in_place import NOT_FOLDED, in_place, one_row, writable
@@ -146,7 +147,11 @@ def planned_graph_def(
             controls |= chain.append(op, node.name, lane)
             for k in held.get(step, ()):
                 chain.add(_hold(built, node, k, data[k], input_dtype(node, k, bodies)))
-        controls -= {source for source, _ in data}
+        read = controls & {source for source, _ in data}
+        controls -= read
+        if read and any(called(node)):
+            built.node.append(after(node, sorted(read)))
+            controls.add(built.node[-1].name)
         del node.input[:]
         node.input.extend(f"{source}:{output}" if output else source for source, output in data)
         node.input.extend(sorted("^" + name for name in controls))

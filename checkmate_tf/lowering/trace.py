@@ -23,6 +23,7 @@ from checkmate_tf.lowering.calls import read_before_calls
 from checkmate_tf.lowering.creation import created, op_of
 from checkmate_tf.lowering.definitions import is_importable, nodes_of
 from checkmate_tf.lowering.differentiation import Passes, passes_of, watched
+from checkmate_tf.lowering.fills import fill_constants
 from checkmate_tf.lowering.implementations.pooling import poolings_by_places
 from checkmate_tf.lowering.implementations.rewrite import Fired, rewrite
 from checkmate_tf.lowering.implementations.rule import Rule
@@ -259,11 +260,16 @@ def _merged_into(names: Sequence[str], before: graph_pb2.GraphDef, after: graph_
 def _make_steady(graph_def: graph_pb2.GraphDef, function, stands_in: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Leaves nothing to chance of which ops overwrite what: the order of a sum, where a variable lies after a step.
 
+    Nor to how many functions have run: what one of them would hold from then on is made in each run.
+
     Returns:
         As `sum_in_pairs`.
     """
+    graph = function.graph
+    returned = {op.name for op in (*(tensor.op for tensor in graph.outputs), *graph.control_outputs)}
+    fill_constants(graph_def, returned, device.name_of(function.variables).partition(":")[0])
     sums = sum_in_pairs(graph_def, created(function, stands_in))
-    assign_in_place(graph_def, writable(function))
+    assign_in_place(graph_def, writable(function), returned)
     return sums
 
 

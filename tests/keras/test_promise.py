@@ -11,6 +11,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import assert_same_state, set_precision
 from keras import layers
 from keras_models import BATCH, compiled, images, sequential
@@ -154,3 +155,40 @@ def test_whole_and_smaller_batches_take_turns_within_the_budget(options, monkeyp
     assert part._whole is whole, "a plan of its own was sought"
     for step in (whole, part):
         assert max(step._peaks) <= step.budget_bytes
+
+
+def test_accumulated_gradients_start_again_without_zeros_in_memory(options):
+    """Each planned function held zeros as large as the weights: that of a smaller last batch once more."""
+    set_precision("float32", "float32")
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((160, 32), dtype=np.float32), rng.integers(0, 4, 160)
+
+    def build():
+        keras.utils.set_random_seed(1)
+        stack = [layers.Dense(700, activation="relu") for _ in range(2)]
+        model = keras.Sequential([keras.Input((32,)), *stack, layers.Dense(4)])
+        return compiled(model, keras.optimizers.SGD(0.01, momentum=0.9, gradient_accumulation_steps=2))
+
+    def train(model):
+        peaks, places = [], set()
+        for _ in range(4):
+            for start in range(0, 160, 64):
+                devices.reset_peak("CPU:0")
+                model.train_on_batch(x[start : start + 64], y[start : start + 64])
+                peaks.append(devices.peak_bytes("CPU:0"))
+            large = [v.value for v in model.optimizer.variables if v.shape == (700, 700)]
+            places.add(tuple(address(value.read_value()) for value in large))
+        return peaks, places
+
+    model = build()
+    spec = (tf.TensorSpec((64, 32), tf.float32), tf.TensorSpec((64,), tf.int64))
+    least_bytes = checkmate_tf.minimum_budget(model, spec, cache_dir=options["cache_dir"]).budget_bytes
+    checkmate_tf.compile(model, int(1.05 * least_bytes), **options)
+    peaks, places = train(model)
+    assert checkmate_tf.report(model).notes == ()
+    assert max(peaks) <= checkmate_tf.report(model).budget_bytes
+    assert len(places) == 1
+    plain = build()
+    train(plain)
+    for one, other in zip(plain.variables, model.variables, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -284,7 +284,17 @@ def sign_of_old_momentum_in_branch(weights, momenta, gradients):
     return tf.constant(True)
 
 
-@pytest.mark.parametrize("update", [momentum_in_branch, sign_of_old_momentum_in_branch])
+def accumulated_in_branch(weights, accumulators, gradients):
+    """As Keras accumulates gradients: the sums go into the weights, and start again."""
+    gradients = [(a + g) / 2.0 for a, g in zip(accumulators, gradients, strict=True)]
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.assign_sub(0.1 * gradient + 0.01 * weight)
+    for accumulator in accumulators:
+        accumulator.assign(tf.zeros([ELEMENTS]))
+    return tf.constant(True)
+
+
+@pytest.mark.parametrize("update", [momentum_in_branch, sign_of_old_momentum_in_branch, accumulated_in_branch])
 def test_a_branch_updates_one_variable_after_the_other_and_what_it_takes_is_known(update):
     def variables():
         return [[tf.Variable(tf.random.stateless_normal([ELEMENTS], [k, j])) for k in range(WEIGHTS)] for j in (0, 1)]
@@ -319,6 +329,61 @@ def test_a_branch_updates_one_variable_after_the_other_and_what_it_takes_is_know
     tf.function(training(*expected))(x)
     for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+def large_then_small(x):
+    """Takes eight times its size on the way."""
+    return tf.reduce_sum(tf.reshape(tf.tile(x, [8]), [8, ELEMENTS]), 0)
+
+
+def behind_a_gradient(update, x):
+    is_large = x[0] > 0
+    gradient = large_then_small(x)
+    tf.cond(is_large, lambda: update(gradient), lambda: False)
+
+
+def in_a_case(update, x):
+    which = tf.cast(x[0], tf.int32)
+    gradient = large_then_small(x)
+    tf.switch_case(which, [lambda: False, lambda: update(gradient), lambda: False])
+
+
+def in_a_loop(update, x):
+    gradient = large_then_small(x)
+    tf.while_loop(lambda k, _: k < 2, lambda k, _: (k + 1, update(gradient)), [0, False])
+
+
+def in_a_branch_within_one(update, x):
+    is_large = x[1] > 0
+
+    def outer():
+        gradient = large_then_small(x)
+        return tf.cond(is_large, lambda: update(gradient), lambda: False)
+
+    tf.cond(x[0] > 0, outer, lambda: False)
+
+
+@pytest.mark.parametrize("behind", [behind_a_gradient, in_a_case, in_a_loop, in_a_branch_within_one])
+def test_what_a_branch_makes_of_variables_alone_waits_for_its_turn(behind):
+    """TensorFlow expands branches: it ran as soon as it was known which one is taken."""
+    momentum = tf.Variable(tf.ones([ELEMENTS]))
+
+    def update(gradient):
+        momentum.assign(momentum * 0.5 - gradient)
+        return True
+
+    def step(x):
+        behind(update, x)
+        return x[0]
+
+    x = tf.ones([ELEMENTS])
+    run, _ = planned(step, x)
+    with exact_chunks("CPU:0", 64 << 20):
+        before = in_use_bytes("CPU:0")
+        reset_peak("CPU:0")
+        run(x)
+        assert peak_bytes("CPU:0") - before < 9.5 * 4 * ELEMENTS
+    np.testing.assert_array_equal(momentum, np.full(ELEMENTS, -11.75 if behind is in_a_loop else -7.5))
 
 
 @given(st.lists(st.integers(0, 9)), st.lists(st.integers(0, 9)))
