@@ -71,6 +71,11 @@ class Profile:
     unmeasured: tuple[str, ...]
     unsized: tuple[str, ...]
 
+    @property
+    def is_estimated(self) -> bool:
+        """Whether what some op takes is not known beforehand: by data, or by the order in which a loop's turns run."""
+        return bool(self.unsized) or not CONTROL_FLOW.isdisjoint(self.op_graph.types)
+
 
 def profile(
     step: ExtractedStep,

@@ -114,7 +114,9 @@ def op_behind(
         if operation is last:
             node.input.append(f"^{MARK}")
         graph_def.node.append(node)
-    function = as_function(graph_def, [f"{given[t]}:0" for t in feeds], [ALONE + t.name for t in outputs], [ALONE + last.name])
+    function = as_function(
+        graph_def, [f"{given[t]}:0" for t in feeds], [ALONE + t.name for t in outputs], [ALONE + last.name]
+    )
     return function, feeds
 
 
