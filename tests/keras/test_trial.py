@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -170,6 +172,18 @@ def test_a_refusal_of_a_step_whose_peak_is_known_is_not_tried(options, monkeypat
     checkmate_tf.compile(model, budget_bytes, **options)
     with pytest.raises(NoScheduleFound, match="no schedule within"):
         model.train_on_batch(*vectors())
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Turns, 16), (lambda: layers.Dense(400), 10)], ids=["loop", "dense"])
+def test_a_smallest_budget_has_room_for_what_the_runs_of_a_loop_differ_by(options, monkeypatch, kind, expected):
+    model = dense(kind())
+    checkmate_tf.compile(model, "1GiB", **options | {"time_limit_s": 2.0})
+    batch = tuple(map(tf.constant, vectors()))
+    planned_training(model).plan(batch)
+    (step,) = planned_training(model)._steps.values()
+    peaks = itertools.chain([10, 13], itertools.repeat(12))
+    monkeypatch.setattr(PlannedStep, "_trial", lambda *_, **__: (next(peaks), None))
+    assert step.measured_bytes(batch) == expected
 
 
 def test_running_out_of_memory_in_a_trial_is_a_peak_that_is_too_high(options, monkeypatch):
