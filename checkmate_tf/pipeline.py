@@ -111,16 +111,12 @@ class ProfiledStep:
         """The step with its measured costs."""
         self.tidy()
         with self.phase("profile"):
-            measured = profile(
+            return profile(
                 self._extracted,
                 self.device,
                 cache_dir=self.settings.cache_dir,
                 on_progress=lambda done, todo: self.settings.progress("profile", done / max(todo, 1)),
             )
-        for_loops = devices.counted_bytes(self.device, [measured.rounding_bytes])
-        self._beside_bytes += for_loops
-        self.reserve_bytes += for_loops
-        return measured
 
     @property
     def notes(self) -> tuple[str, ...]:

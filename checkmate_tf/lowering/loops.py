@@ -2,7 +2,8 @@
 
 A `tf.while_loop` that is differentiated keeps, in lists, what its gradient reads of every turn. Loops,
 and ops that make or read such lists, are run one after the other, each with what those before it have
-really made and stand-ins for the rest; the allocator then says what each one leaves behind.
+really made and stand-ins for the rest; the allocator then says what each one leaves behind. The gradient of a loop
+gives back, turn by turn, what it has read: so the loop runs once more in front of it.
 
 Only loops that count whole numbers are run, and none that changes a variable or draws from a state:
 others might never end, or train. What they hold stays unknown.
@@ -24,8 +25,8 @@ from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering.definitions import READS_OF_VARIABLES, Bodies, body, called, is_stateful
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.rebuild import call_unoptimized
-from checkmate_tf.lowering.scratch import asked_by, without_outputs
-from checkmate_tf.lowering.single_op import known_value, nbytes, single_op, stand_in
+from checkmate_tf.lowering.scratch import asked_by, fitted, without_outputs
+from checkmate_tf.lowering.single_op import MARK, known_value, nbytes, op_behind, stand_in
 
 _log = logging.getLogger(__name__)
 
@@ -43,12 +44,13 @@ class Held:
         time_s: Seconds of one run.
         blocks: Sizes in bytes of the blocks that it leaves behind beside its outputs of known size; one block where
             only their sum is known.
-        workspace_bytes: What it takes at its peak beyond what it leaves behind.
+        workspace: Sizes in bytes of the blocks that it takes at its peak beyond what it leaves behind and what is there
+            before, of which it may give some back until then; one block where only their sum is known.
     """
 
     time_s: float
     blocks: tuple[int, ...]
-    workspace_bytes: int
+    workspace: tuple[int, ...]
 
 
 def measure_loops(step: ExtractedStep, device: str) -> dict[int, Held]:
@@ -76,7 +78,10 @@ def measure_loops(step: ExtractedStep, device: str) -> dict[int, Held]:
 
 
 def with_lists(graph: OpGraph, step: ExtractedStep, found: Mapping[int, Held]) -> OpGraph:
-    """Gives what an op holds in lists to that of them which is read last."""
+    """Gives what an op holds in lists to that of them which is read last, and nothing to outputs that nobody reads.
+
+    A loop puts out all that it is given, and what is not read is gone before the loop ends.
+    """
     tensor_bytes, persistent, list_blocks = graph.tensor_bytes.copy(), graph.persistent.copy(), {}
     last_reader = np.zeros(len(tensor_bytes), dtype=np.int64)
     for op, inputs in enumerate(graph.inputs):
@@ -87,6 +92,9 @@ def with_lists(graph: OpGraph, step: ExtractedStep, found: Mapping[int, Held]) -
             last = max(unsized, key=lambda t: last_reader[t])
             tensor_bytes[last], persistent[last] = sum(held.blocks), False
             list_blocks[last] = held.blocks
+        for t, tensor in zip(step.op_graph.outputs[op], _operation(step, op).outputs, strict=False):
+            if not _is_read(step, tensor):
+                tensor_bytes[t] = 0
     return dataclasses.replace(graph, tensor_bytes=tensor_bytes, persistent=persistent, list_blocks=list_blocks)
 
 
@@ -99,6 +107,10 @@ def _operation(step: ExtractedStep, op: int) -> tf.Operation:
     return step.graph.get_operation_by_name(step.op_graph.names[op])
 
 
+def _is_read(step: ExtractedStep, tensor: tf.Tensor) -> bool:
+    return bool(tensor.consumers()) or tensor.name in step.traced.fetches
+
+
 def _is_sized(tensor: tf.Tensor) -> bool:
     return tensor.dtype in (tf.resource, tf.string) or (tensor.dtype != tf.variant and tensor.shape.is_fully_defined())
 
@@ -109,7 +121,11 @@ def _is_opaque(step: ExtractedStep, op: int) -> bool:
 
 
 class _Runs:
-    """Runs ops one after the other and keeps what later ones read."""
+    """Runs ops one after the other and keeps what later ones read.
+
+    The lists that an op is the last to read are made anew in the run in which it is seen: it gives back their blocks
+    one by one, where nobody else holds them.
+    """
 
     def __init__(self, step: ExtractedStep, device: str, chosen: list[int]):
         self._step = step
@@ -117,7 +133,11 @@ class _Runs:
         self._nodes = {node.name: node for node in step.traced.graph_def.node}
         self._library = step.traced.graph_def.library
         self._bodies = {body.signature.name: body for body in self._library.function}
-        self._wanted = {t.name for op in chosen for t in _operation(step, op).inputs}
+        self._place = {step.op_graph.names[op]: op for op in chosen}
+        operations = [_operation(step, op) for op in chosen]
+        self._makers = {operation.name: self._makers_of(operation) for operation in operations}
+        self._wanted = {t.name for operation in operations for t in self._given(operation)}
+        self._held: dict[str, Held] = {}
         function = step.traced.function
         inputs = function.graph.inputs
         captured = function.captured_inputs
@@ -132,35 +152,64 @@ class _Runs:
             tf.errors.OpError: It cannot run alone.
         """
         operation = _operation(self._step, op)
-        node = self._nodes[operation.name]
-        arguments = [self._argument(t) for t in operation.inputs]
-        if any(value is None for value in arguments) or not self._is_safe(node, operation):
+        makers = self._makers[operation.name]
+        given = {t.name: self._argument(t) for t in self._given(operation)}
+        is_known = all(maker.name in self._held for maker in makers)
+        if not is_known or any(value is None for value in given.values()) or not self._is_safe(operation):
             return None
-        known = {k: v for k, v in enumerate(arguments) if isinstance(v, np.ndarray)}
-        function = single_op(node, operation, known, library=self._library)
-        fed = [value for k, value in enumerate(arguments) if k not in known]
-        start = time.perf_counter()
-        call_unoptimized(function, fed)  # what is watched takes longer
-        devices.wait(self._device)
-        time_s = time.perf_counter() - start
+        outputs = [t for t in operation.outputs if _is_read(self._step, t)]
+        function, feeds = op_behind(
+            [(self._nodes[one.name], one) for one in (*makers, operation)],
+            outputs,
+            {name: value for name, value in given.items() if isinstance(value, np.ndarray)},
+            self._library,
+            max(1, devices.uncounted_below_bytes(self._device)),
+        )
+        fed = [given[name] for name in feeds]
+        results: list[tf.Tensor] = []
+        asked = asked_by(lambda: results.extend(call_unoptimized(function, fed)), self._device, MARK)
+        results.clear()
         before = devices.in_use_bytes(self._device)
         devices.reset_peak(self._device)
-        results: list[tf.Tensor] = []
-        asked = asked_by(lambda: results.extend(call_unoptimized(function, fed)), self._device)
-        if asked is None and not results:
-            results += call_unoptimized(function, fed)
+        start = time.perf_counter()  # what is watched takes longer
+        results += call_unoptimized(function, fed)
         devices.wait(self._device)
+        seconds = time.perf_counter() - start
         left, peak = devices.in_use_bytes(self._device) - before, devices.peak_bytes(self._device) - before
-        sizes = [nbytes(t) for t in operation.outputs if _is_sized(t) and t.dtype not in (tf.resource, tf.string)]
+        self._made |= {t.name: v for t, v in zip(outputs, results, strict=True) if t.name in self._wanted}
+        sizes = [nbytes(t) for t in outputs if _is_sized(t) and t.dtype not in (tf.resource, tf.string)]
         sized = devices.counted_bytes(self._device, sizes)
-        for tensor, value in zip(operation.outputs, results, strict=True):
-            if tensor.name in self._wanted:
-                self._made[tensor.name] = value
-        workspace = max(0, peak - max(left, sized))
         if asked is None:
-            return Held(time_s, (left - sized,) if left > sized else (), workspace)
-        counted = [devices.counted_bytes(self._device, [size]) for size in without_outputs(asked.left, sizes)]
-        return Held(time_s, tuple(filter(None, counted)), min(workspace, asked.peak_bytes - sum(asked.left)))
+            blocks = (left - sized,) if left > sized else ()
+            lists = sum(sum(self._held[maker.name].blocks) for maker in makers)
+            own: tuple[int, ...] = ()
+        else:
+            counted = [devices.counted_bytes(self._device, [size]) for size in without_outputs(asked.left, sizes)]
+            blocks = tuple(filter(None, counted))
+            left, peak, lists, own = sum(asked.left), asked.peak_bytes, asked.before_bytes, asked.own
+        workspace = fitted(own, max(0, peak - lists - max(left, sized)))
+        held = Held(max(0.0, seconds - sum(self._held[maker.name].time_s for maker in makers)), blocks, workspace)
+        self._held[operation.name] = held
+        return held
+
+    def _makers_of(self, operation: tf.Operation) -> list[tf.Operation]:
+        """The ops that make the lists which a loop is the last to read, in order."""
+        if operation.type not in _LOOPS:
+            return []
+        last, found = self._place[operation.name], {}
+        to_look_at = [operation]
+        while to_look_at:
+            for maker in {t.op for t in to_look_at.pop().inputs if not _is_sized(t)}:
+                readers = [reader for t in maker.outputs if not _is_sized(t) for reader in t.consumers()]
+                if maker.name in self._place and all(self._place.get(one.name, last + 1) <= last for one in readers):
+                    found[maker.name] = maker
+                    to_look_at.append(maker)
+        return sorted(found.values(), key=lambda maker: self._place[maker.name])
+
+    def _given(self, operation: tf.Operation) -> list[tf.Tensor]:
+        """What an op and those that make its lists take from elsewhere."""
+        makers = self._makers[operation.name]
+        return [t for one in (*makers, operation) for t in one.inputs if t.op not in makers]
 
     def _argument(self, tensor: tf.Tensor) -> tf.Tensor | np.ndarray | None:
         """What to feed: what was made, a known value, or a stand-in; None where none of these will do."""
@@ -171,14 +220,15 @@ class _Runs:
         known = known_value(tensor)
         return stand_in(tensor) if known is None else known
 
-    def _is_safe(self, node: node_def_pb2.NodeDef, operation: tf.Operation) -> bool:
+    def _is_safe(self, operation: tf.Operation) -> bool:
         """Whether an op ends, and changes nothing."""
+        node = self._nodes[operation.name]
         if not _reads_only([node], self._bodies):
             return False
         if operation.type not in _LOOPS:
             return True
         counts = all(
-            t.name in self._made or known_value(t) is not None
+            t.name in self._made or t.op in self._makers[operation.name] or known_value(t) is not None
             for t in operation.inputs
             if t.dtype.is_integer and t.shape.rank == 0
         )

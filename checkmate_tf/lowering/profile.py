@@ -62,8 +62,6 @@ class Profile:
         measured: How many of them were measured now; the others came from the cache.
         unmeasured: Names of ops that could not be run on their own; their time is estimated.
         unsized: Names of ops with an output whose size is not known.
-        rounding_bytes: By how much a tensor beside what a loop holds may be rounded: a loop's many small blocks leave
-            other holes than the one block that stands for them in a rehearsal.
     """
 
     op_graph: OpGraph
@@ -72,7 +70,11 @@ class Profile:
     measured: int
     unmeasured: tuple[str, ...]
     unsized: tuple[str, ...]
-    rounding_bytes: int
+
+    @property
+    def is_estimated(self) -> bool:
+        """Whether what some op takes is not known beforehand: by data, or by the order in which a loop's turns run."""
+        return bool(self.unsized) or not CONTROL_FLOW.isdisjoint(self.op_graph.types)
 
 
 def profile(
@@ -131,7 +133,10 @@ def profile(
     )
     unmeasured = [op for op in range(graph.n) if _is_large(step, op) and op not in profiles and op not in loops]
     scratch = scratch_of_branches(step, device)
-    profiles |= {op: OpProfile(held.time_s, held.workspace_bytes) for op, held in loops.items()}
+    profiles |= {
+        op: OpProfile(held.time_s, sum(held.workspace), requests=held.workspace if len(held.workspace) > 1 else ())
+        for op, held in loops.items()
+    }
     graph = with_lists(graph, step, loops)
     op_graph, costs = _apply(graph, profiles, unmeasured, scratch, by_onednn=is_cpu(device) and onednn_is_on())
     op_graph, costs = _with_reruns(op_graph, costs, again)
@@ -143,7 +148,6 @@ def profile(
         len(alone),
         tuple(graph.names[op] for op in unmeasured),
         tuple(name for name in step.unsized if name not in sized),
-        int(graph.owned_bytes.max(initial=0)) if loops else 0,
     )
 
 

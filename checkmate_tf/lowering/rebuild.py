@@ -13,7 +13,7 @@ from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicF
 from checkmate_tf.core.forks import Fork, is_ordered, lane_of_steps, to_hold
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.plan import Plan
-from checkmate_tf.lowering.branches import after, called
+from checkmate_tf.lowering.branches import GATE_IN, GATE_OUT, called, gate
 from checkmate_tf.lowering.creation import op_of
 from checkmate_tf.lowering.definitions import input_dtype
 from checkmate_tf.lowering.in_place import NOT_FOLDED, in_place, one_row, writable
@@ -135,6 +135,7 @@ def planned_graph_def(
         node = node_def_pb2.NodeDef()
         node.CopyFrom(original)
         node.name = graph.names[op] if instance == 0 else f"{graph.names[op]}/again_{instance}"
+        is_gated = ordered[op] and any(called(node))
         inputs = [name for name in original.input if not name.startswith("^")]
         controls = {latest[name[1:]] for name in original.input if name.startswith("^")}
         data = [
@@ -144,14 +145,13 @@ def planned_graph_def(
             kinds = [(nodes[graph.names[plan.ops[s]]].op, names[s]) for s in sources]
             for k in chain.must_keep_apart(op, lane, kinds):
                 data[k] = (_identity(built, node, k, data[k]), "")
-            controls |= chain.append(op, node.name, lane)
+            controls |= chain.append(op, f"{node.name}/{GATE_OUT}" if is_gated else node.name, lane)
+            if is_gated:
+                built.node.append(gate(node, GATE_IN, controls))
+                controls = {built.node[-1].name}
             for k in held.get(step, ()):
                 chain.add(_hold(built, node, k, data[k], input_dtype(node, k, bodies)))
-        read = controls & {source for source, _ in data}
-        controls -= read
-        if read and any(called(node)):
-            built.node.append(after(node, sorted(read)))
-            controls.add(built.node[-1].name)
+        controls -= {source for source, _ in data}
         del node.input[:]
         node.input.extend(f"{source}:{output}" if output else source for source, output in data)
         node.input.extend(sorted("^" + name for name in controls))
@@ -160,6 +160,8 @@ def planned_graph_def(
             node.attr[NOT_FOLDED].list.SetInParent()
         stays = node.op == "AssignVariableOp" and op_of(node.input[0]) in variables
         built.node.extend(in_place(node) if stays else [node])
+        if is_gated:
+            built.node.append(gate(node, GATE_OUT, [node.name]))
         names.append(node.name)
         latest[graph.names[op]] = node.name
     return built, latest

@@ -28,45 +28,65 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What was asked of the allocator by some run.
+    """What was asked of the allocator by some run, or by the part of it that begins at some op.
 
     Attributes:
-        at_peak: Requested bytes of the blocks in use when they were most, in the order in which they were asked for.
-        left: The same of those that were never given back.
+        before_bytes: Requested bytes of the blocks in use when the part began.
+        peak_bytes: Most requested bytes at once from then on, of all blocks of the run.
+        own: Requested bytes of the blocks in use then that the part had asked for and was to give back, in the order in
+            which they were asked for.
+        left: The same of the blocks of the run that were never given back.
     """
 
-    at_peak: tuple[int, ...]
+    before_bytes: int
+    peak_bytes: int
+    own: tuple[int, ...]
     left: tuple[int, ...]
 
-    @property
-    def peak_bytes(self) -> int:
-        """Most requested bytes at once."""
-        return sum(self.at_peak)
-
     @classmethod
-    def of(cls, events: Iterable[MemoryEvent]) -> Asked:
-        """By these events; frees of older blocks do not count."""
+    def of(cls, events: Sequence[MemoryEvent], begin: str = "") -> Asked:
+        """By these events; frees of older blocks do not count.
+
+        Args:
+            events: Of one run.
+            begin: Name of the op whose request begins the part; its block does not count. By default it is all of them.
+        """
+        marks = [place for place, event in enumerate(events) if begin and event.op == begin and not event.is_free]
+        first = marks[0] if marks else 0
+        left_out = {events[place].buffer for place in marks}
         live: dict[int, int] = {}
-        most: tuple[int, ...] = ()
-        in_use = most_bytes = 0
-        for event in events:
+        at_peak: dict[int, int] = {}
+        peak_bytes = in_use = before_bytes = 0
+        older: set[int] = set()
+        for place, event in enumerate(events):
+            if place == first:
+                before_bytes = peak_bytes = in_use
+                older = set(live)
+            if event.buffer in left_out:
+                continue
             if event.is_free:
                 in_use -= live.pop(event.buffer, 0)
                 continue
             live[event.buffer] = event.requested_bytes
             in_use += event.requested_bytes
-            if in_use > most_bytes:
-                most, most_bytes = tuple(live.values()), in_use
-        return cls(most, tuple(live.values()))
+            if place >= first and in_use > peak_bytes:
+                at_peak, peak_bytes = dict(live), in_use
+        own = tuple(size for buffer, size in at_peak.items() if buffer not in older and buffer not in live)
+        return cls(before_bytes, peak_bytes, own, tuple(live.values()))
 
 
-def asked_by(run: Callable[[], object], device: str) -> Asked | None:
+def asked_by(run: Callable[[], object], device: str, begin: str = "") -> Asked | None:
     """Runs something and sees what it asks of the allocator, or returns None where that cannot be seen.
 
     It may not have run then: where another profiler is running.
+
+    Args:
+        run: What to run.
+        device: On which.
+        begin: As for `Asked.of`.
     """
     events = _events(run, device)
-    return None if events is None else Asked.of(events)
+    return None if events is None else Asked.of(events, begin)
 
 
 def events_by_op(runs: Mapping[str, Callable[[], object]], device: str) -> dict[str, tuple[MemoryEvent, ...]]:
@@ -116,6 +136,17 @@ def without_outputs(blocks: Sequence[int], outputs: Iterable[int]) -> tuple[int,
         else:
             found.append(size)
     return tuple(found)
+
+
+def fitted(blocks: Sequence[int], nbytes: int) -> tuple[int, ...]:
+    """Blocks that take so much in all: the last ones of some, and one for what these do not take."""
+    found: list[int] = []
+    for size in reversed(blocks):
+        if size > nbytes:
+            break
+        found.append(size)
+        nbytes -= size
+    return (*((nbytes,) if nbytes else ()), *reversed(found))
 
 
 def requests_of(events: Sequence[MemoryEvent], outputs: Iterable[int]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -13,6 +13,7 @@ from checkmate_tf.lowering.rebuild import as_function
 
 BEHIND_POOLING = "MaxPoolGrad"  # runs behind max pooling here: oneDNN's gradient uses what that has kept
 ALONE = "alone/"  # in front of the op's name in its function: those that make its inputs may have the same name
+MARK = "mark"  # asks the allocator for a block, which tells what comes before it from what comes behind
 _KNOWN_BYTES = 4096  # the value of a tensor is looked for up to this size
 _DRAWN = 10_007  # different numbers in a stand-in
 _SMALLEST = 1e-3
@@ -25,7 +26,6 @@ def single_op(
     *,
     fresh: int | None = None,
     parts: int = 1,
-    library: function_pb2.FunctionDefLibrary | None = None,
 ):
     """A function of one op, which takes its inputs but for those that are known, and returns its outputs.
 
@@ -37,11 +37,8 @@ def single_op(
         known: Position of an input -> its value.
         fresh: Position of an input that is made inside the function, uninitialised, so that it dies at the op.
         parts: It is one of so many parts of a block: what takes its storage over keeps the whole block.
-        library: The functions that the op calls.
     """
     graph_def = graph_pb2.GraphDef()
-    if library is not None:
-        graph_def.library.CopyFrom(library)
     node = node_def_pb2.NodeDef()
     node.CopyFrom(original)
     node.name = ALONE + original.name
@@ -63,6 +60,64 @@ def single_op(
             feeds.append(f"{name}:0")
     graph_def.node.append(node)
     return as_function(graph_def, feeds, [ALONE + t.name for t in operation.outputs], [])
+
+
+def op_behind(
+    ops: Sequence[tuple[node_def_pb2.NodeDef, tf.Operation]],
+    outputs: Sequence[tf.Tensor],
+    known: Mapping[str, np.ndarray],
+    library: function_pb2.FunctionDefLibrary,
+    mark_bytes: int,
+):
+    """A function of an op and of others that make inputs of it, behind them and the op `MARK`.
+
+    What the others make is held by nobody but who reads it, so it is given back as the op gives it back in the step.
+
+    Args:
+        ops: Each in its graph, and the same where shapes are known; the op itself comes last.
+        outputs: Those of it that the function returns.
+        known: Name of a tensor -> its value.
+        library: The functions that they call.
+        mark_bytes: What the op `MARK` asks the allocator for.
+
+    Returns:
+        The function, and the names of the tensors that it takes.
+    """
+    graph_def = graph_pb2.GraphDef()
+    graph_def.library.CopyFrom(library)
+    *makers, (_, last) = ops
+    made = {operation.name for _, operation in makers}
+    given: dict[str, str] = {}  # name of a tensor -> that of the op in its place
+    feeds: list[str] = []
+    mark = node_def_pb2.NodeDef(name=MARK, op="_ParallelConcatStart", input=[f"^{ALONE}{name}" for name in made])
+    mark.attr["dtype"].type = tf.float32.as_datatype_enum
+    mark.attr["shape"].shape.CopyFrom(tf.TensorShape([-(-mark_bytes // tf.float32.size)]).as_proto())
+    graph_def.node.append(mark)
+    for original, operation in ops:
+        node = node_def_pb2.NodeDef()
+        node.CopyFrom(original)
+        node.name = ALONE + original.name
+        del node.input[:]
+        for tensor in operation.inputs:
+            if tensor.op.name in made:
+                node.input.append(ALONE + tensor.name)
+                continue
+            if tensor.name not in given:
+                given[tensor.name] = f"input{len(given)}"
+                if tensor.name in known:
+                    dtype = tensor.dtype.as_datatype_enum
+                    graph_def.node.append(_constant(given[tensor.name], known[tensor.name], dtype))
+                else:
+                    graph_def.node.append(_placeholder(given[tensor.name], tensor))
+                    feeds.append(tensor.name)
+            node.input.append(given[tensor.name])
+        if operation is last:
+            node.input.append(f"^{MARK}")
+        graph_def.node.append(node)
+    function = as_function(
+        graph_def, [f"{given[t]}:0" for t in feeds], [ALONE + t.name for t in outputs], [ALONE + last.name]
+    )
+    return function, feeds
 
 
 def _fresh(name: str, tensor: tf.Tensor, parts: int) -> list[node_def_pb2.NodeDef]:

@@ -130,6 +130,11 @@ class JointPlanner:
         plans = [dataclasses.replace(self._planner(chosen).minimum(), chosen=chosen) for chosen in self.extremes]
         return min(plans, key=lambda plan: plan.peak_bytes)
 
+    def smallest_seen(self) -> Candidate | None:
+        """The plan with the lowest peak that a search has seen which found none, in the extreme that needs least."""
+        smallest = self._planner(self._least).smallest_seen()
+        return None if smallest is None else dataclasses.replace(smallest, chosen=self._least)
+
     def chosen_for(self, plan: Candidate) -> frozenset[str]:
         """The sites at which an alternative makes room in a plan: those that hold something where memory is full.
 

@@ -477,8 +477,7 @@ class Planner:
         reasons = [order.reason for order in self.orders if order.reason]
         if reasons:
             return NoScheduleFound(f'strategy "{self._strategy}" has no plan within the budget: {reasons[0]}')
-        seen = [candidate for order in self.orders for candidate in order.seen.values()]
-        smallest = self._smallest(self._placed_small(seen))
+        smallest = self.smallest_seen()
         hint = self._hint(smallest)
         if smallest.peak_bytes <= budget_bytes:
             hint = (
@@ -490,6 +489,11 @@ class Planner:
             f"no schedule within {format_bytes(budget_bytes)} ({budget_bytes:,} bytes) was found in time. {hint}",
             best_peak_bytes=smallest.peak_bytes,
         )
+
+    def smallest_seen(self) -> Candidate | None:
+        """The plan with the lowest peak seen since memory last changed, with a peak that `plan` can be held to."""
+        seen = [candidate for order in self.orders for candidate in order.seen.values()]
+        return self._smallest(self._placed_small(seen)) if seen else None
 
     def _hint(self, smallest: Candidate) -> str:
         return (

@@ -216,3 +216,13 @@ def test_a_step_without_ops_holds_nothing():
     made.add(makes=[4])
     memory = simulate(made.build(), compile_plan(made.build(), []))
     assert memory.peak_bytes == 0
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("Op", 7), ("While", 4), ("StatelessIf", 4)])
+def test_a_loop_or_branch_is_not_taken_to_hold_its_inputs_to_its_end(kind, bound):
+    made = Builder()
+    (a,) = made.add(makes=[4])
+    made.add([a], [3])
+    graph = made.build()
+    graph = dataclasses.replace(graph, types=(graph.types[0], kind))
+    assert working_set_bytes(graph) == bound

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering import effects
 from checkmate_tf.lowering.rehearse import address
 from checkmate_tf.lowering.trace import trace
+from checkmate_tf.pipeline import ProfiledStep
 from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.planning.planner import Planner
 
@@ -100,6 +103,87 @@ def test_a_budget_that_no_plan_keeps_when_it_runs_is_refused_with_nothing_change
     for one in (plain, model):
         one.train_on_batch(x, y)
     assert_same_state(plain, model)
+
+
+class Turns(layers.Layer):
+    """A loop."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
+
+    def call(self, inputs):
+        return tf.while_loop(lambda k, _: k < 4, lambda k, y: (k + 1, tf.tanh(y @ self.kernel)), [0, inputs])[1]
+
+
+def dense(middle):
+    keras.utils.set_random_seed(3)
+    return compiled(keras.Sequential([keras.Input((400,)), middle, layers.Dense(400), layers.Dense(5)]))
+
+
+def vectors():
+    random = np.random.default_rng(0)
+    return random.normal(size=(512, 400)), random.integers(0, 5, 512)
+
+
+def predicted_too_high(monkeypatch, measure):
+    """The peak in bytes of a step, of which 64 MiB more are predicted from now on."""
+    model = dense(measure)
+    checkmate_tf.compile(model, "1GiB", time_limit_s=2.0)
+    model.train_on_batch(*vectors())
+    true = ProfiledStep.allocator_peak
+
+    def more(self, *args, **kwargs):
+        peak = true(self, *args, **kwargs)
+        return None if peak is None else peak + (64 << 20)
+
+    monkeypatch.setattr(ProfiledStep, "allocator_peak", more)
+    return checkmate_tf.report(model).measured_peak_bytes
+
+
+def test_a_refusal_of_a_step_with_a_loop_is_overturned_by_a_trial(options, monkeypatch):
+    options = options | {"time_limit_s": 2.0}
+    budget_bytes = predicted_too_high(monkeypatch, Turns()) + (16 << 20)
+    plain, model = dense(Turns()), dense(Turns())
+    checkmate_tf.compile(model, budget_bytes, **options)
+    for one in (plain, model):
+        one.train_on_batch(*vectors())
+    report = checkmate_tf.report(model)
+    assert report.trial_peaks_bytes[-1] <= budget_bytes < report.predicted_peak_bytes
+    assert_same_state(plain, model)
+
+
+def test_a_refusal_of_a_step_with_a_loop_stands_where_the_trial_takes_too_much(options, monkeypatch):
+    options = options | {"time_limit_s": 2.0}
+    model = dense(Turns())
+    budget_bytes = predicted_too_high(monkeypatch, Turns()) - (1 << 20)
+    checkmate_tf.compile(model, budget_bytes, **options)
+    too_much(monkeypatch, times=9)
+    with pytest.raises(NoScheduleFound, match=r"in trials the step took .* \(predicted: ") as caught:
+        model.train_on_batch(*vectors())
+    assert budget_bytes < caught.value.best_peak_bytes < budget_bytes + (64 << 20), "what the trial took"
+    assert planned_training(model) is None
+
+
+def test_a_refusal_of_a_step_whose_peak_is_known_is_not_tried(options, monkeypatch):
+    options = options | {"time_limit_s": 2.0}
+    model = dense(layers.Dense(400))
+    budget_bytes = predicted_too_high(monkeypatch, layers.Dense(400)) + (16 << 20)
+    monkeypatch.setattr(PlannedStep, "_trial", lambda *_: pytest.fail("tried"))
+    checkmate_tf.compile(model, budget_bytes, **options)
+    with pytest.raises(NoScheduleFound, match="no schedule within"):
+        model.train_on_batch(*vectors())
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Turns, 16), (lambda: layers.Dense(400), 10)], ids=["loop", "dense"])
+def test_a_smallest_budget_has_room_for_what_the_runs_of_a_loop_differ_by(options, monkeypatch, kind, expected):
+    model = dense(kind())
+    checkmate_tf.compile(model, "1GiB", **options | {"time_limit_s": 2.0})
+    batch = tuple(map(tf.constant, vectors()))
+    planned_training(model).plan(batch)
+    (step,) = planned_training(model)._steps.values()
+    peaks = itertools.chain([10, 13], itertools.repeat(12))
+    monkeypatch.setattr(PlannedStep, "_trial", lambda *_, **__: (next(peaks), None))
+    assert step.measured_bytes(batch) == expected
 
 
 def test_running_out_of_memory_in_a_trial_is_a_peak_that_is_too_high(options, monkeypatch):

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 from tiny_steps import STEPS, numbers, prepared, with_reruns
 
+from checkmate_tf.core.opgraph import CONTROL_FLOW
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
 from checkmate_tf.core.validate import validate
@@ -73,7 +74,7 @@ def names_of_steps(ready, plan) -> list[str]:
 
 def test_recomputed_ops_are_named_after_the_op_and_its_run(ready):
     plan, graph_def, latest = graph_of(ready)
-    helpers = re.compile(r"/apart_\d+$|/(after|one_row|unshared|uncopied|buffer|target|source)$")
+    helpers = re.compile(r"/apart_\d+$|/(gate_in|gate_out|one_row|unshared|uncopied|buffer|target|source)$")
     made = [node.name for node in graph_def.node if not helpers.search(node.name)]
     assert made == names_of_steps(ready, plan)
     again = plan.recomputed()
@@ -106,6 +107,29 @@ def _reaches(edges, start, goal) -> bool:
             seen.add(name)
             todo += edges[name]
     return False
+
+
+@pytest.mark.parametrize("name", ["recurrent", "branches_and_lookups"])
+def test_all_of_a_loop_or_branch_runs_between_the_op_before_it_and_the_one_behind_it(name):
+    """It becomes many ops, each with some of its inputs; data edges between it and its neighbours order only those."""
+    ready = prepared(name)
+    plan, graph_def, _ = graph_of(ready)
+    inputs = {node.name: set(node.input) for node in graph_def.node}
+    chained = [
+        (name, ready.graph.types[op])
+        for name, op in zip(names_of_steps(ready, plan), plan.ops.tolist(), strict=True)
+        if not ready.graph.is_alias[op] and ready.graph.types[op] not in UNCHAINED
+    ]
+    found = 0
+    for (before, _), (step, kind), (behind, behind_kind) in zip(chained, chained[1:], chained[2:], strict=False):
+        if kind in CONTROL_FLOW:
+            found += 1
+            assert {i for i in inputs[step] if i[0] == "^"} == {f"^{step}/gate_in"}
+            assert inputs[f"{step}/gate_in"] & {f"^{before}", f"^{before}/gate_out"}
+            waits = inputs[f"{behind}/gate_in"] if behind_kind in CONTROL_FLOW else inputs[behind]
+            assert f"^{step}/gate_out" in waits
+            assert inputs[f"{step}/gate_out"] == {f"^{step}"}
+    assert found
 
 
 def test_a_graph_of_a_plan_names_only_what_comes_before(ready):

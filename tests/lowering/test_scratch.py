@@ -5,21 +5,47 @@ import tensorflow as tf
 
 from checkmate_tf.core.opgraph import OUTPUTS
 from checkmate_tf.lowering.memory_trace import MemoryEvent
-from checkmate_tf.lowering.scratch import Asked, asked_by, events_by_op, most_bytes, requests_of, without_outputs
+from checkmate_tf.lowering.scratch import (
+    Asked,
+    asked_by,
+    events_by_op,
+    fitted,
+    most_bytes,
+    requests_of,
+    without_outputs,
+)
 
 MIB = 1 << 20
 
 
-def events(*changes):
-    """Of (buffer, bytes), a free where the bytes are negative."""
-    return [MemoryEvent(k, "", abs(size), abs(size), size < 0, False, 0) for k, size in changes]
+def events(*changes, begin=()):
+    """Of (buffer, bytes), a free where the bytes are negative; the requests at the places `begin` are of op "begin"."""
+    return [
+        MemoryEvent(k, "begin" if place in begin else "", abs(size), abs(size), size < 0, False, 0)
+        for place, (k, size) in enumerate(changes)
+    ]
 
 
 def test_the_peak_holds_what_was_not_given_back():
     seen = Asked.of(events((0, 4), (1, 5), (1, -5), (2, 3), (3, 3), (2, -3), (4, 1)))
-    assert (seen.at_peak, seen.left, seen.peak_bytes) == ((4, 3, 3), (4, 3, 1), 10)
-    assert Asked.of(events((7, -9), (0, 4))).at_peak == (4,), "a buffer that is older than the op"
-    assert Asked.of([]) == Asked((), ())
+    assert seen == Asked(before_bytes=0, peak_bytes=10, own=(3,), left=(4, 3, 1))
+    assert Asked.of(events((7, -9), (0, 4))) == Asked(0, 4, (), (4,)), "a buffer that is older than the op"
+    assert Asked.of([]) == Asked(0, 0, (), ())
+
+
+def test_a_part_of_a_run_begins_with_what_is_there():
+    """The peak before it is not its own, nor are the blocks that it gives back."""
+    changes = [(0, 4), (1, 9), (1, -9), (2, 2), (3, 1), (3, -1), (4, 3), (0, -4), (5, 5), (4, -3)]
+    assert Asked.of(events(*changes, begin=(4,)), "begin") == Asked(6, 10, (3,), (2, 5))
+    assert Asked.of(events(*changes, (5, -5), begin=(4,)), "begin") == Asked(6, 10, (3, 5), (2,))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "nbytes", "expected"),
+    [((5, 2, 3), 10, (5, 2, 3)), ((5, 2, 3), 7, (2, 2, 3)), ((5, 2, 3), 0, ()), ((), 4, (4,)), ((5, 2), 9, (2, 5, 2))],
+)
+def test_blocks_take_what_they_must(blocks, nbytes, expected):
+    assert fitted(blocks, nbytes) == expected
 
 
 def test_what_outlives_a_run_is_left():
