@@ -116,6 +116,10 @@ KINDS = {
 }
 
 
+RUNS = 5
+STATE_BYTES = ROWS * WIDTH * 4  # turns of a loop overlap as it happens: the peaks of runs differ by a state or two
+
+
 def trained(kind, w):
     def step(x):
         with tf.GradientTape() as tape:
@@ -139,8 +143,8 @@ def test_a_planned_step_with_loops_takes_what_was_predicted(kind, most):
     run, x = rebuild(step.traced, graph, plan), tf.random.stateless_normal(SEQUENCE, seed=(0, 2))
     feeds = [x, *step.traced.function.captured_inputs]
     call_unoptimized(run, feeds)
-    seen = asked_by(lambda: call_unoptimized(run, feeds), DEVICE)
-    assert 0.97 <= predicted / seen.peak_bytes <= most
+    peaks = [asked_by(lambda: call_unoptimized(run, feeds), DEVICE).peak_bytes for _ in range(RUNS)]
+    assert max(peaks) - 2 * STATE_BYTES <= predicted <= most * max(peaks)
 
 
 def endless(x):
