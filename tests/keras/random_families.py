@@ -25,7 +25,7 @@ class Family(NamedTuple):
 
 _DROPOUT = (0.0, 0.1, 0.1)
 _TRANSFORMER = {
-    "layers": (2, 3, 4, 6),
+    "layers": (2, 3, 4),
     "width": (64, 96, 128, 192),
     "heads": (2, 4, 8),
     "wider": (2, 4, 4),
@@ -48,7 +48,7 @@ FAMILIES: dict[str, Family] = {
     "decoder": Family(
         transformers.decoder,
         {
-            "layers": (2, 3, 4),
+            "layers": (1, 2, 3),
             "width": (64, 96, 128, 192),
             "heads": (4, 8),
             "shared": (1, 2, 4),
@@ -74,7 +74,7 @@ FAMILIES: dict[str, Family] = {
             "size": (32, 48, 64),
             "width": (16, 24, 32),
             "stages": (1, 2, 3),
-            "blocks": (1, 2, 3),
+            "blocks": (1, 2),
             "kernel": (3, 5, 7),
             "patches": (False, True),
             "approximate": (False, True),
@@ -87,7 +87,7 @@ FAMILIES: dict[str, Family] = {
             "size": (48, 64, 96),
             "width": (8, 16, 24),
             "stages": (2, 3),
-            "blocks": (1, 2, 3),
+            "blocks": (1, 2),
             "wider": (3, 4, 6),
             "kernel": (3, 5),
             "excited": (True, True, False),

@@ -144,7 +144,7 @@ def test_a_planned_step_with_loops_takes_what_was_predicted(kind, most):
     feeds = [x, *step.traced.function.captured_inputs]
     call_unoptimized(run, feeds)
     peaks = [asked_by(lambda: call_unoptimized(run, feeds), DEVICE).peak_bytes for _ in range(RUNS)]
-    assert max(peaks) - 2 * STATE_BYTES <= predicted <= most * max(peaks)
+    assert max(peaks) - 2 * STATE_BYTES <= predicted <= most * max(peaks) + 2 * STATE_BYTES
 
 
 def endless(x):
