@@ -7,7 +7,7 @@ Limits go in equal steps from just above plain Keras's peak to below the least b
 budget is the limit less a margin. Each runs in a process of its own, as the limit belongs to the process, and the
 allocator takes all of it as one block at first, as a GPU's does. A model "trained" there within its budget; it trained,
 but some step was "over" the budget and it was planned again; it was "refused" before its first step with its weights as
-they were; or it is "broken": it ran out of memory, stayed over its budget, or had other losses than plain Keras. Rows
+they were; or it is "broken": it ran out of memory, stayed over its budget, or had another loss than plain Keras before or after the first update. Rows
 of other models stay in the file.
 """
 
@@ -24,12 +24,13 @@ import time
 from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 
 MODELS = ("MobileNet 96", "small U-Net", "small Transformer")
-MARGIN = 0.05  # of the budget, between it and the limit: for what planning holds meanwhile, and the batch in the making
+MARGIN = 0.03  # of the budget, between it and the limit: for what planning holds meanwhile, and the batch in the making
 _FIRST_BYTES = 2 << 20  # of the limit, which TensorFlow may have taken before
 BELOW = 0.94  # of the least budget, where the sweep ends
 TRAINING_STEPS = 5
 TIME_LIMIT_S = 10.0
-CLOSE = 1e-3  # float32 losses: planned steps add in another order
+CLOSE = 1e-4  # float32 losses: planned steps add in another order
+COMPARED = 2  # losses, before and after an update: by the fourth, plain MobileNet is 5 % from itself in another order
 _MIB = 1 << 20
 
 
@@ -95,7 +96,7 @@ def walled(name: str, limit_mib: int, budget_bytes: int, plain_losses: list[floa
         report = checkmate_tf.report(model)
         over = any("a step took" in note for note in report.notes)
         kept = report.measured_peak_bytes is None or report.measured_peak_bytes <= budget_bytes
-        right = kept and np.allclose(losses, plain_losses, rtol=CLOSE)
+        right = kept and np.allclose(losses[:COMPARED], plain_losses[:COMPARED], rtol=CLOSE)
         outcome = {
             "outcome": "broken" if not right else "over" if over else "trained",
             "measured_peak_bytes": report.measured_peak_bytes,
