@@ -7,8 +7,8 @@ Limits go in equal steps from just above plain Keras's peak to below the least b
 budget is the limit less a margin. Each runs in a process of its own, as the limit belongs to the process, and the
 allocator takes all of it as one block at first, as a GPU's does. A model "trained" there within its budget; it trained,
 but some step was "over" the budget and it was planned again; it was "refused" before its first step with its weights as
-they were; or it is "broken": it ran out of memory, stayed over its budget, or had another loss than plain Keras before or after the first update. Rows
-of other models stay in the file.
+they were; or it is "broken": it ran out of memory, stayed over its budget, or had another loss than plain Keras, before
+the first update or after it. Rows of other models stay in the file.
 """
 
 from __future__ import annotations
