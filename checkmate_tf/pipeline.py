@@ -21,6 +21,7 @@ from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering import dividers
 from checkmate_tf.lowering.again import KEPT_STATISTICS
 from checkmate_tf.lowering.arena import gather, make_room
+from checkmate_tf.lowering.constants import LARGE_BYTES
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, LAST_RESORT, RULES
 from checkmate_tf.lowering.profile import Profile, profile
@@ -39,7 +40,6 @@ from checkmate_tf.reporting import ChoiceRow
 _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
 _MORE_ROOM_BYTES = 256 << 20  # where this much is left of a free block, a request gets no more of it than it asked for
 _CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops; up to 9 KB were seen
-_LARGE_CONSTANT_BYTES = 1 << 10  # smaller ones find room in holes that no tensor fits
 _MORE_SMALL, _LEAST_SCALARS = 1.25, 16  # times those that the unmodified step has at once: a plan may have more
 _SMALL_BYTES = 64 << 10  # tensors of up to that have seats
 _SEATS = 0.005  # of the tensors of the step that recomputes nothing: what the blocks between seats may take, twice
@@ -93,7 +93,7 @@ class ProfiledStep:
         self.op_graph = op_graph = self._extracted.op_graph
         self.device = devices.name_of(self.traced.function.variables)
         constants = self.traced.constants_bytes
-        self._large_constants = [size for size in constants if size >= _LARGE_CONSTANT_BYTES]
+        self._large_constants = [size for size in constants if size >= LARGE_BYTES]
         self._beside_bytes = devices.counted_bytes(self.device, [_CALL_BYTES, *constants])
         # Added to every predicted peak:
         self.reserve_bytes = devices.counted_bytes(self.device, [_BUILD_BYTES]) + self._beside_bytes

@@ -49,7 +49,7 @@ class PlannedStep:
         self.candidate = candidate
         self._profiled = profiled
         self._function = function
-        self._captured = list(profiled.traced.function.captured_inputs)
+        self._captured = profiled.traced.captured
         self._structure = profiled.traced.function.structured_outputs
         self._turns = turns(profiled.device)
         self._whole: PlannedStep | None = None  # whose plan and whose place in memory it has

@@ -9,6 +9,7 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context, execute, wrap_function
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
+from tensorflow.python.framework import func_graph
 
 from checkmate_tf.core.forks import Fork, is_ordered, lane_of_steps, to_hold
 from checkmate_tf.core.opgraph import OpGraph
@@ -70,11 +71,14 @@ def as_function(graph_def: graph_pb2.GraphDef, feeds: Sequence[str], fetches: Se
         fetches: Names of the tensors to return.
         targets: Names of ops that must run as well.
     """
-    wrapped = wrap_function.wrap_function(lambda: tf.graph_util.import_graph_def(graph_def, name=""), [])
-    tensor, operation = wrapped.graph.get_tensor_by_name, wrapped.graph.get_operation_by_name
-    return wrapped.prune(
-        [tensor(name) for name in feeds], ([tensor(name) for name in fetches], [operation(name) for name in targets])
-    )
+    graph = func_graph.FuncGraph("planned")
+    with graph.as_default():
+        tf.graph_util.import_graph_def(graph_def, name="")
+    graph.inputs.extend(graph.get_tensor_by_name(name) for name in feeds)
+    graph.outputs.extend(graph.get_tensor_by_name(name) for name in fetches)
+    graph.control_outputs.extend(graph.get_operation_by_name(name) for name in targets)
+    graph.structured_outputs = list(graph.outputs)
+    return wrap_function.WrappedFunction(graph, variable_holder=wrap_function.VariableHolder())
 
 
 def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan, forks: Sequence[Fork] = ()):
@@ -91,7 +95,7 @@ def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan, forks: Sequence[Fork
         forks: Where steps run side by side, no two of them with a step in common; by default nowhere.
 
     Returns:
-        A concrete function with the feeds and fetches of the traced step.
+        A concrete function with the feeds of the traced step, its shared constants behind them, and its fetches.
     """
     graph_def, latest = planned_graph_def(traced, graph, plan, forks)
     made_once = {graph.names[op] for op in graph.again}  # all outputs but the first
@@ -102,7 +106,7 @@ def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan, forks: Sequence[Fork
 
     return as_function(
         graph_def,
-        traced.feeds,
+        [*traced.feeds, *(f"{name}:0" for name in traced.shared_constants)],
         [renamed(name) for name in traced.fetches],
         [latest[name] for name in traced.side_effects if name in latest],
     )
@@ -122,6 +126,7 @@ def planned_graph_def(
     latest: dict[str, str] = {}
     variables = writable(traced.function)
     built.node.extend([one_row()] if variables else [])
+    built.node.extend(_fed(nodes[name]) for name in traced.shared_constants)
     chain = _Chain(graph)
     ordered = is_ordered(graph)
     lanes = lane_of_steps(len(plan), forks)
@@ -129,6 +134,11 @@ def planned_graph_def(
     for step, (op, instance, sources, lane) in enumerate(
         zip(plan.ops.tolist(), plan.instance.tolist(), plan.sources, lanes.tolist(), strict=True)
     ):
+        if graph.names[op] in traced.shared_constants:
+            names.append(graph.names[op])
+            latest[graph.names[op]] = graph.names[op]
+            constant.append(False)
+            continue
         original = nodes[graph.names[op]]
         if instance and op in graph.again:
             original = traced.again[graph.names[op]]
@@ -218,6 +228,14 @@ class _Chain:
         if lane and lane == self._lane:
             return self._ends[-1]
         return self._fork if lane == 2 else set().union(*self._ends)
+
+
+def _fed(constant: node_def_pb2.NodeDef) -> node_def_pb2.NodeDef:
+    """The input in a constant's place."""
+    node = node_def_pb2.NodeDef(name=constant.name, op="Placeholder", device=constant.device)
+    node.attr["dtype"].type = constant.attr["dtype"].type
+    node.attr["shape"].shape.CopyFrom(constant.attr["value"].tensor.tensor_shape)
+    return node
 
 
 def _identity(built: graph_pb2.GraphDef, node: graph_pb2.NodeDef, k: int, source: tuple[str, str]) -> str:

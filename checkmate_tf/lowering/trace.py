@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
-import math
 from collections.abc import Callable, Container, Mapping, Sequence
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, node_def_pb2, tensor_pb2
+from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config_pb2
 from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.training import saver
@@ -20,6 +20,7 @@ from checkmate_tf.lowering import device
 from checkmate_tf.lowering.again import leaner_reruns
 from checkmate_tf.lowering.branches import assign_in_place
 from checkmate_tf.lowering.calls import read_before_calls
+from checkmate_tf.lowering.constants import constant_bytes, shared
 from checkmate_tf.lowering.creation import created, op_of
 from checkmate_tf.lowering.definitions import is_importable, nodes_of
 from checkmate_tf.lowering.differentiation import Passes, passes_of, watched
@@ -85,12 +86,22 @@ class TracedStep:
         bodies = (body.node_def for body in self.graph_def.library.function)
         return any(node.op.startswith(_UPDATES) for nodes in (self.graph_def.node, *bodies) for node in nodes)
 
+    @functools.cached_property
+    def shared_constants(self) -> dict[str, tf.Tensor]:
+        """The graph's large constants by name, which a plan's function is fed with."""
+        return shared(self.graph_def.node, device.name_of(self.function.variables))
+
+    @property
+    def captured(self) -> list[tf.Tensor]:
+        """What a plan's function is fed with behind the batch: the variables and the large constants."""
+        return [*self.function.captured_inputs, *self.shared_constants.values()]
+
     @property
     def constants_bytes(self) -> list[int]:
-        """Size of each constant, which a function that has run holds; those of the functions that it calls as well."""
+        """Sizes of the others, which a function that has run holds; those of the functions that it calls as well."""
         bodies = {function.signature.name: function for function in self.graph_def.library.function}
-        nodes = nodes_of(self.graph_def.node, bodies)
-        return [_nbytes(node.attr["value"].tensor) for node in nodes if node.op == "Const"]
+        own = [node for node in self.graph_def.node if node.name not in self.shared_constants]
+        return [constant_bytes(node) for node in nodes_of(own, bodies) if node.op == "Const"]
 
 
 def trace(
@@ -271,10 +282,6 @@ def _make_steady(graph_def: graph_pb2.GraphDef, function, stands_in: Mapping[str
     sums = sum_in_pairs(graph_def, created(function, stands_in))
     assign_in_place(graph_def, writable(function), returned)
     return sums
-
-
-def _nbytes(tensor: tensor_pb2.TensorProto) -> int:
-    return math.prod(axis.size for axis in tensor.tensor_shape.dim) * tf.as_dtype(tensor.dtype).size
 
 
 def _take_lowering_marks(nodes: Sequence[node_def_pb2.NodeDef]) -> set[str]:

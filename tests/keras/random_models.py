@@ -214,9 +214,6 @@ def specification(case: Case, recipe: dict):
         x = dict(zip([t.name for t in case.model.inputs], x, strict=True))
     if recipe["form"] != "train_on_batch" and recipe["form"] != "arrays":
         y, weights = tuple(y), None if weights is None else tuple(weights)
-    if len(y) == 1 and recipe["form"] in ("train_on_batch", "arrays"):
-        x, y = (x[0] if len(x) == 1 else x), y[0]
-        weights = None if weights is None else weights[0]
     whole = (x, y) if weights is None else (x, y, weights)
     return tf.nest.map_structure(lambda a: tf.TensorSpec((case.batch, *a.shape[1:]), a.dtype), whole)
 

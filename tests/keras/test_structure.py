@@ -154,7 +154,7 @@ def test_a_step_with_many_forks_changes_nothing(planned, built):
 def assert_trains_as(planned, function, *, in_lanes=False):
     """A function of the step moves weights, statistics and seeds as `train_on_batch` does."""
     (step,) = planned_training(planned)._steps.values()
-    captured = step._profiled.traced.function.captured_inputs
+    captured = step._profiled.traced.captured
     x, y = images(BATCH, seed=3)
     before = [values_of(variable) for variable in state(planned)]
     planned.train_on_batch(x, y)

@@ -71,7 +71,7 @@ def differences(step: Callable, batch: Iterable[tf.Tensor], *, again: bool = Tru
     ]
     predicted = _requests(zip([names[at] for at in large.event_step.tolist()], large.event_bytes.tolist(), strict=True))
     function = rebuild(traced, graph, plan)
-    arguments = [*batch, *traced.function.captured_inputs]
+    arguments = [*batch, *traced.captured]
     call_unoptimized(function, arguments)
     events = record(lambda: call_unoptimized(function, arguments))
     own = {event.buffer for event in events if not event.is_free}

@@ -62,7 +62,7 @@ def test_a_simplified_step_can_be_imported_and_run(kind, policy, implementations
     graph = extract(traced).op_graph
     planned = rebuild(traced, graph, compile_plan(graph, range(graph.n)))
     before = model.get_weights()
-    (loss,) = call_unoptimized(planned, [*map(tf.constant, batch), *traced.function.captured_inputs])
+    (loss,) = call_unoptimized(planned, [*map(tf.constant, batch), *traced.captured])
     after = model.get_weights()
     model.set_weights(before)
     model.reset_metrics()
@@ -147,7 +147,7 @@ def test_a_function_that_is_called_by_its_name(function):
     assert bool(loops & set(measure_loops(step, DEVICE))) is (function is halved)
     graph = step.op_graph
     planned = rebuild(traced, graph, compile_plan(graph, range(graph.n)))
-    (loss,) = call_unoptimized(planned, [tf.ones((64, 64)), *traced.function.captured_inputs])
+    (loss,) = call_unoptimized(planned, [tf.ones((64, 64)), *traced.captured])
     assert np.isfinite(loss)
 
 

@@ -26,7 +26,7 @@ def planned(step, *batch):
     graph = extract(traced).op_graph
     plan = compile_plan(graph, range(graph.n))
     function = rebuild(traced, graph, plan)
-    captured = traced.function.captured_inputs
+    captured = traced.captured
     return lambda *feeds: call_unoptimized(function, [*feeds, *captured]), planned_graph_def(traced, graph, plan)[0]
 
 
@@ -317,7 +317,7 @@ def test_a_branch_updates_one_variable_after_the_other_and_what_it_takes_is_know
     with exact_chunks("CPU:0", 256 << 20):
         before = in_use_bytes("CPU:0")
         reset_peak("CPU:0")
-        call_unoptimized(function, [x, *traced.function.captured_inputs])
+        call_unoptimized(function, [x, *traced.captured])
         taken = peak_bytes("CPU:0") - before
     (blocks,) = scratch_of_branches(extracted, "CPU:0").values()
     scratch = sum(blocks)

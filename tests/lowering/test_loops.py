@@ -141,7 +141,7 @@ def test_a_planned_step_with_loops_takes_what_was_predicted(kind, most):
     memory = simulate(graph, plan, costs.workspace_bytes, costs.requests)
     predicted = memory.most_counted_bytes(uncounted_below_bytes(DEVICE))
     run, x = rebuild(step.traced, graph, plan), tf.random.stateless_normal(SEQUENCE, seed=(0, 2))
-    feeds = [x, *step.traced.function.captured_inputs]
+    feeds = [x, *step.traced.captured]
     call_unoptimized(run, feeds)
     peaks = [asked_by(lambda: call_unoptimized(run, feeds), DEVICE).peak_bytes for _ in range(RUNS)]
     assert max(peaks) - 2 * STATE_BYTES <= predicted <= most * max(peaks) + 2 * STATE_BYTES

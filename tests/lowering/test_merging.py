@@ -90,7 +90,7 @@ def assert_planned_alike(make, run_of):
     graph = extract(traced).op_graph
     function = rebuild(traced, graph, compile_plan(graph, range(graph.n)))
     for _ in range(2):  # its second run finds variables where the first has left them
-        (found,) = call_unoptimized(function, [tf.constant(x), *traced.function.captured_inputs])
+        (found,) = call_unoptimized(function, [tf.constant(x), *traced.captured])
         np.testing.assert_allclose(found, expected, rtol=1e-4)
         for ours, own in zip(planned.values, plain.values, strict=True):
             np.testing.assert_allclose(ours, own, rtol=1e-3, atol=1e-5)

@@ -161,6 +161,7 @@ def test_ops_are_merged_as_they_are_when_keras_runs_the_step():
     types = [t.dtype for t in step.outputs]
     expected = merged_ops(lambda: tf.raw_ops.StatefulPartitionedCall(args=feeds, Tout=types, f=step))
     assert sum(expected.values()) >= 2
+    feeds = [*map(tf.constant, ready.step.batch), *ready.traced.captured]
     assert merged_ops(lambda: call_unoptimized(planned_step, feeds)) == expected
 
 

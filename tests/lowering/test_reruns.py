@@ -146,7 +146,7 @@ def test_a_batch_norm_with_a_relu_allocates_what_it_reserves_before_its_output()
     assert made[-2:] == [reserved, output]
 
     function = rebuild(traced, graph, plan)
-    arguments = [tf.constant(step.batch[0]), *traced.function.captured_inputs]
+    arguments = [tf.constant(step.batch[0]), *traced.captured]
     call_unoptimized(function, arguments)
     events = record(lambda: call_unoptimized(function, arguments), allocator="cpu")
     sizes = [e.requested_bytes for e in events if e.op.startswith(graph.names[norm]) and not e.is_free]

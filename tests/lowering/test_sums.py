@@ -47,7 +47,7 @@ def test_a_plan_that_makes_the_last_term_again_sums_in_the_same_order():
 
     def total(sequence):
         function = rebuild(traced, graph, compile_plan(graph, sequence))
-        return call_unoptimized(function, [tf.constant(x), *traced.function.captured_inputs])[2].numpy()
+        return call_unoptimized(function, [tf.constant(x), *traced.captured])[2].numpy()
 
     np.testing.assert_array_equal(total(again), total(order))
 

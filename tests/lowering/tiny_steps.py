@@ -175,7 +175,7 @@ class Prepared:
         """Results of one run from the same start, and the variables after it, which are then set back."""
         start = [v.numpy() for v in self.step.variables]
         feeds = [tf.constant(x) for x in self.step.batch]
-        results = [r.numpy() for r in function([*feeds, *self.traced.function.captured_inputs])]
+        results = [r.numpy() for r in function([*feeds, *self.traced.captured])]
         ended = [v.numpy() for v in self.step.variables]
         for variable, value in zip(self.step.variables, start, strict=True):
             variable.assign(value)
