@@ -7,6 +7,7 @@ and from the same start with the planned engine recomputing nothing. Prints what
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -23,6 +24,7 @@ import tensorflow as tf
 from random_watch import Watch, peak_of
 
 import checkmate_tf
+from checkmate_tf import pipeline
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.pipeline import ProfiledStep
 from checkmate_tf.planned_step import PlannedStep
@@ -61,6 +63,7 @@ def checked(recipe: dict, cache_dir: str) -> dict:
     keras.config.set_floatx("float64" if recipe["precision"] == "float64" else "float32")
     keras.config.set_dtype_policy(recipe["precision"])
     limit_s = _limit_searches(recipe)
+    _trace_once()
     try:
         case = random_models.build(recipe)
         case.model.optimizer.build(case.model.trainable_variables)
@@ -93,6 +96,19 @@ def _limit_searches(recipe: dict) -> float:
     forking._ORDERS, forking._MOST_ASKED = ORDERS, ASKED
     PlannedStep._REPLAN_LIMIT_S = limit_s
     return limit_s
+
+
+def _trace_once() -> None:
+    """Has a step of the model traced once for each batch, not for each budget: it is the same each time."""
+    trace, known = pipeline.trace, {}
+
+    def traced(step, spec, **options):
+        key = str(spec), tuple((name, str(value)) for name, value in options.items())
+        if key not in known:
+            known[key] = trace(step, spec, **options)
+        return known[key]
+
+    pipeline.trace = traced
 
 
 class _Check:
@@ -223,8 +239,15 @@ class _Check:
         Where a gradient is zero in theory (a bias in front of batch norm), it is rounding, which Adam divides by its
         own size.
         """
-        if not far:
-            return
+        if far and max(far.values()) > self._reach:
+            raise Wrong(
+                f"{len(far)} are far from {whom}, which rounding moves by {self._reach}: "
+                f"{dict(sorted(far.items(), key=lambda one: -one[1])[:5])}"
+            )
+
+    @functools.cached_property
+    def _reach(self) -> float:
+        """How far another program may get from plain Keras: some times as far as rounding moves that."""
         model, moved = self.case.model, ROUNDING[self.recipe["precision"]]
         ends = []
         for factor in (1.0, 1.0 + moved):
@@ -234,12 +257,7 @@ class _Check:
                     weight.assign(weight.numpy() * np.asarray(factor, weight.dtype))
             random_models.train(self.case, self.recipe)
             ends.append(state(model))
-        reach = AMPLIFIED * max(distances(*ends, 0.0).values(), default=0.0)
-        if max(far.values()) > reach:
-            raise Wrong(
-                f"{len(far)} are far from {whom}, which rounding moves by {reach}: "
-                f"{dict(sorted(far.items(), key=lambda one: -one[1])[:5])}"
-            )
+        return AMPLIFIED * max(distances(*ends, 0.0).values(), default=0.0)
 
 
 class _Planned:
