@@ -161,14 +161,16 @@ def test_workspace_is_one_block_while_the_user_profiles(tmp_path):
 
 
 def test_how_much_of_the_device_an_op_keeps_busy_is_measured(tmp_path):
-    """TensorFlow sums segments in one thread."""
+    """TensorFlow sums segments in one thread, which looks like all there are where another process has the others."""
     rows = tf.constant(np.arange(4096) % 7)
     step = extracted(lambda x: tf.math.unsorted_segment_sum(x, rows, 8), (4096, 1024))
-    costs = profile(step, DEVICE, cache_dir=tmp_path).costs
     op = step.op_graph.types.index("UnsortedSegmentSum")
+    looks = [profile(step, DEVICE, cache_dir=tmp_path / str(look)).costs for look in range(5)]
+    costs = min(looks, key=lambda costs: costs.busy[op])
     assert 0 < costs.busy[op] < 1.5 / len(os.sched_getaffinity(0))
     assert all(np.delete(costs.busy, op) == 1)
-    np.testing.assert_array_equal(profile(step, DEVICE, cache_dir=tmp_path).costs.busy, costs.busy)
+    again = [profile(step, DEVICE, cache_dir=tmp_path / str(look)).costs.busy for look in range(5)]
+    np.testing.assert_array_equal(again, [costs.busy for costs in looks])
 
 
 def test_the_gradient_of_max_pooling_is_measured_behind_its_pooling():
