@@ -189,6 +189,7 @@ class _Check:
             "peaks_bytes": watch.peaks_bytes,
             "predicted_bytes": report.predicted_peak_bytes,
             "recomputed": sum(report.recomputed.values()),
+            "trials": len(report.trial_peaks_bytes),
             "notes": list(report.notes),
         }
         if over := watch.above(report.budget_bytes + self.more_bytes):
