@@ -4,8 +4,8 @@ TensorFlow's runtime holds a constant from the first run of its function on, and
 as long as the process: with each batch shape, and each plan, there would be the constant once more. Grappler makes
 such constants, of any size, of what is filled with one number: the zeros with which Keras starts to accumulate
 gradients again are as large as the weights. Here one has a Fill for each op that reads it, which runs when that op's
-other inputs are there. Graphs whose branches or loops are expanded, and what XLA compiles, are left as they are, and
-a constant of several numbers is held once by each function.
+other inputs are there. Graphs whose branches or loops are expanded, and what XLA compiles, are left as they are. For
+constants of several numbers see `constants`; those in the functions that a step calls are held by each function.
 
 References:
     TensorFlow, `core/kernels/constant_op.cc`, `core/grappler/optimizers/constant_folding.cc` (`IsOnes`, `IsZeros`,
