@@ -10,7 +10,10 @@ import numpy as np
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.errors import GraphError
 
-CONTROL_FLOW = frozenset({"While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"})
+LOOPS = frozenset({"While", "StatelessWhile"})
+"""TensorFlow's types of the ops that run another graph again and again."""
+
+CONTROL_FLOW = LOOPS | {"If", "StatelessIf", "Case", "StatelessCase"}
 """TensorFlow's types of the ops that run other graphs, as often as they find."""
 
 OUTPUTS = 0

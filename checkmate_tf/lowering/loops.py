@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, node_def_pb2
 
-from checkmate_tf.core.opgraph import CONTROL_FLOW, OpGraph
+from checkmate_tf.core.opgraph import CONTROL_FLOW, LOOPS, OpGraph
 from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering.definitions import READS_OF_VARIABLES, Bodies, body, called, is_stateful
 from checkmate_tf.lowering.extract import ExtractedStep
@@ -30,7 +30,6 @@ from checkmate_tf.lowering.single_op import MARK, known_value, nbytes, op_behind
 
 _log = logging.getLogger(__name__)
 
-_LOOPS = frozenset({"While", "StatelessWhile"})
 _CALLS = CONTROL_FLOW | {"PartitionedCall", "StatefulPartitionedCall"}
 _COMPARISONS = frozenset({"Less", "LessEqual", "Greater", "GreaterEqual"})
 _OF_CONDITIONS = _COMPARISONS | {"LogicalAnd", "Identity", "Const", "NoOp"}
@@ -117,7 +116,7 @@ def _is_sized(tensor: tf.Tensor) -> bool:
 
 def _is_opaque(step: ExtractedStep, op: int) -> bool:
     operation = _operation(step, op)
-    return operation.type in _LOOPS or not all(map(_is_sized, [*operation.inputs, *operation.outputs]))
+    return operation.type in LOOPS or not all(map(_is_sized, [*operation.inputs, *operation.outputs]))
 
 
 class _Runs:
@@ -194,7 +193,7 @@ class _Runs:
 
     def _makers_of(self, operation: tf.Operation) -> list[tf.Operation]:
         """The ops that make the lists which a loop is the last to read, in order."""
-        if operation.type not in _LOOPS:
+        if operation.type not in LOOPS:
             return []
         last, found = self._place[operation.name], {}
         to_look_at = [operation]
@@ -225,7 +224,7 @@ class _Runs:
         node = self._nodes[operation.name]
         if not _reads_only([node], self._bodies):
             return False
-        if operation.type not in _LOOPS:
+        if operation.type not in LOOPS:
             return True
         counts = all(
             t.name in self._made or t.op in self._makers[operation.name] or known_value(t) is not None

@@ -29,6 +29,7 @@ from checkmate_tf.lowering.implementations.pooling import poolings_by_places
 from checkmate_tf.lowering.implementations.rewrite import Fired, rewrite
 from checkmate_tf.lowering.implementations.rule import Rule
 from checkmate_tf.lowering.in_place import writable
+from checkmate_tf.lowering.recurrences import run_in_turn
 from checkmate_tf.lowering.sums import sum_in_pairs
 from checkmate_tf.lowering.variables import variables_by_input
 
@@ -271,13 +272,15 @@ def _merged_into(names: Sequence[str], before: graph_pb2.GraphDef, after: graph_
 def _make_steady(graph_def: graph_pb2.GraphDef, function, stands_in: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Leaves nothing to chance of which ops overwrite what: the order of a sum, where a variable lies after a step.
 
-    Nor to how many functions have run: what one of them would hold from then on is made in each run.
+    Nor to how many functions have run: what one of them would hold from then on is made in each run. Nor, in
+    recurrences, to how far the turns of a loop have come.
 
     Returns:
         As `sum_in_pairs`.
     """
     graph = function.graph
     returned = {op.name for op in (*(tensor.op for tensor in graph.outputs), *graph.control_outputs)}
+    run_in_turn(graph_def)
     fill_constants(graph_def, returned, device.name_of(function.variables).partition(":")[0])
     sums = sum_in_pairs(graph_def, created(function, stands_in))
     assign_in_place(graph_def, writable(function), returned)
