@@ -97,8 +97,7 @@ class PlannedStep:
                 )
             except (InfeasibleBudget, NoScheduleFound) as refusal:
                 return cls._refused(profiled, budget_bytes, joint.smallest_seen(), refusal)
-            form = profiled.form(candidate.chosen)
-            candidate = form.planner.forked(candidate, budget_bytes)
+        form = profiled.form(candidate.chosen)
         return cls(form, budget_bytes, candidate, form.build(candidate))
 
     @classmethod

@@ -88,10 +88,8 @@ def test_a_plan_does_not_fork_where_memory_has_run_out_since():
     plans = branched(0)
     chain = plans.plan(1 << 40, time_limit_s=2)
 
-    def report(memory, partition, *states):
-        return chain.peak_bytes if states else None  # states are asked for where forks are chosen
-
-    found = forked(chain, 2 * chain.peak_bytes, report)
+    answers = itertools.chain([chain.peak_bytes], itertools.repeat(None))
+    found = forked(chain, 2 * chain.peak_bytes, lambda *_: next(answers))
     assert found.forks == ()
     assert found.peak_bytes == chain.peak_bytes
 

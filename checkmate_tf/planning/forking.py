@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from checkmate_tf.core.dividing import divided
 from checkmate_tf.core.forks import Fork, Trial, apart, possible_forks
-from checkmate_tf.core.simulate import Memory
 from checkmate_tf.core.validate import validate_forks
 from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.partition import STATES, AllocatorPeak
 
-_ORDERS = 12  # of the events of all forks, drawn at random
+_ORDERS = 3  # of the events of all forks, drawn at random
 _UNSEEN = 2  # times what those differ by: how much more another order may take
 _SEED = 1  # of those; other ones than a trial draws
 _LEAST_SAVED = 0.02  # of a plan's time by all forks, at best: to run lanes at all costs about 0.01
-_MOST_ASKED = 32  # answers of the device's allocator about parts of the forks
+_MOST_ASKED = 12  # answers of the device's allocator about parts of the forks
 
 
 class _RanOutError(Exception):
@@ -54,33 +53,25 @@ def forked(
     counted = memory.with_events(memory.large_events(uncounted_below_bytes))
     trial = Trial(divided(chain.partition, uncounted_below_bytes), graph, plan, counted)
 
-    def in_some_orders(forks: list[Fork]) -> Iterator[Memory]:
-        rng = np.random.default_rng(_SEED)
-        return (trial.in_some_order(forks, rng) for _ in range(_ORDERS))
-
-    def peak_of(order: Memory, *states: int) -> int:
-        peak = allocator_peak(order, chain.partition, *states)
-        if peak is None:
-            raise _RanOutError
-        return peak
-
-    def keep_budget(forks: list[Fork]) -> bool:
-        peaks = []
-        for order in in_some_orders(forks):
-            peaks.append(peak_of(order, STATES, budget_bytes + 1))
-            if peaks[-1] > budget_bytes:
-                return False
-        return max(peaks) + _UNSEEN * (max(peaks) - min(peaks)) <= budget_bytes
+    def peaks_within(forks: list[Fork]) -> list[int]:
+        rng, peaks = np.random.default_rng(_SEED), []
+        for _ in range(_ORDERS):
+            peak = allocator_peak(trial.in_some_order(forks, rng), chain.partition, STATES, budget_bytes + 1)
+            if peak is None:
+                raise _RanOutError
+            if peak > budget_bytes:
+                return []
+            peaks.append(peak)
+        return peaks if max(peaks) + _UNSEEN * (max(peaks) - min(peaks)) <= budget_bytes else []
 
     try:
-        forks = _most(candidate.forks or trial.harmless(possible), keep_budget)
-        if not _save_enough(forks, chain):
-            return chain
-        validate_forks(graph, plan, forks)
-        peaks = [chain.peak_bytes, *(peak_of(order) for order in in_some_orders(forks))]
+        forks, peaks = _most(candidate.forks or trial.harmless(possible), peaks_within)
     except _RanOutError:  # near a hard limit, where each such answer takes the allocator ten seconds
         return chain
-    return dataclasses.replace(chain, forks=tuple(forks), peak_bytes=int(np.median(peaks)))
+    if not _save_enough(forks, chain):
+        return chain
+    validate_forks(graph, plan, forks)
+    return dataclasses.replace(chain, forks=tuple(forks), peak_bytes=int(np.median([chain.peak_bytes, *peaks])))
 
 
 def _save_enough(forks: Sequence[Fork], chain: Candidate) -> bool:
@@ -88,16 +79,25 @@ def _save_enough(forks: Sequence[Fork], chain: Candidate) -> bool:
     return bool(forks) and sum(fork.gain_s for fork in forks) >= _LEAST_SAVED * chain.time_s
 
 
-def _most(forks: Sequence[Fork], keep_budget: Callable[[list[Fork]], bool]) -> list[Fork]:
-    """All of some forks, or what is left without those, found by halving, with which the budget is not kept."""
+def _most(forks: Sequence[Fork], peaks_within: Callable[[list[Fork]], list[int]]) -> tuple[list[Fork], list[int]]:
+    """All of some forks, or what is left without those, found by halving, with which the budget is not kept.
+
+    Args:
+        forks: To choose from.
+        peaks_within: Peaks with some forks, in the orders tried; none where the budget is not kept.
+
+    Returns:
+        The forks, and the peaks with them.
+    """
     kept: list[Fork] = []
+    peaks: list[int] = []
     parts = [sorted(forks, key=lambda fork: fork.gain_s, reverse=True)]
     for _ in range(_MOST_ASKED):
         if not parts:
             break
         part = parts.pop()
-        if keep_budget(sorted([*kept, *part], key=lambda fork: fork.begin)):
-            kept += part
+        if found := peaks_within(sorted([*kept, *part], key=lambda fork: fork.begin)):
+            kept, peaks = [*kept, *part], found
         elif len(part) > 1:
             parts += [part[len(part) // 2 :], part[: len(part) // 2]]
-    return sorted(kept, key=lambda fork: fork.begin)
+    return sorted(kept, key=lambda fork: fork.begin), peaks

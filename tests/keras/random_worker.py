@@ -28,7 +28,7 @@ from checkmate_tf import pipeline
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.pipeline import ProfiledStep
 from checkmate_tf.planned_step import PlannedStep
-from checkmate_tf.planning import forking, partition, planner
+from checkmate_tf.planning import partition, planner
 
 HUGE_BYTES = 1 << 33
 REFUSALS = InfeasibleBudget, NoScheduleFound
@@ -42,7 +42,6 @@ PIPELINE_BYTES = 64 << 10  # on a CPU the pipeline that draws batches has its sm
 LIMIT_S, LEAST_LIMIT_S = 2.0, 3.0  # of the searches for a plan and for the least budget: 60 and 20 s for users
 LAYERS_LIMIT_S = 0.8  # of both, for models of a few MiB
 PLACED, PLACING_LIMIT_S = 4, 0.2  # small plans whose memory is divided, and how long; 12 and 0.5 s for users
-ORDERS, ASKED = 3, 6  # in which forks run, and how many choices of forks are looked at; 12 and 32 for users
 CAUSES = 3000  # characters of an error that are kept
 
 
@@ -93,7 +92,6 @@ def _limit_searches(recipe: dict) -> float:
     limit_s = LAYERS_LIMIT_S if is_small else LIMIT_S
     planner.MINIMUM_LIMIT_S = LAYERS_LIMIT_S if is_small else LEAST_LIMIT_S
     planner.MOST_NEIGHBOURS, partition._LIMIT_S = PLACED, PLACING_LIMIT_S
-    forking._ORDERS, forking._MOST_ASKED = ORDERS, ASKED
     PlannedStep._REPLAN_LIMIT_S = limit_s
     return limit_s
 
