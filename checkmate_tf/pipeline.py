@@ -22,7 +22,7 @@ from checkmate_tf.lowering import dividers
 from checkmate_tf.lowering.again import KEPT_STATISTICS
 from checkmate_tf.lowering.arena import gather, make_room
 from checkmate_tf.lowering.constants import LARGE_BYTES
-from checkmate_tf.lowering.extract import extract
+from checkmate_tf.lowering.extract import ExtractedStep, extract
 from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, LAST_RESORT, RULES
 from checkmate_tf.lowering.profile import Profile, profile
 from checkmate_tf.lowering.rebuild import Lean, rebuild
@@ -89,9 +89,9 @@ class ProfiledStep:
             self.traced: TracedStep = self._trace(spec)
             if not self.traced.updates:
                 raise ModelError("the training step updates no variable; there is nothing to plan.")
-            self._extracted = extract(self.traced)
+            self._extracted: ExtractedStep | None = extract(self.traced)
         self.op_graph = op_graph = self._extracted.op_graph
-        self.device = devices.name_of(self.traced.function.variables)
+        self.device = devices.name_of(self.traced.interface.variables)
         constants = self.traced.constants_bytes
         self._large_constants = [size for size in constants if size >= LARGE_BYTES]
         self._beside_bytes = devices.counted_bytes(self.device, [_CALL_BYTES, *constants])
@@ -112,7 +112,7 @@ class ProfiledStep:
         self.tidy()
         with self.phase("profile"):
             return profile(
-                self._extracted,
+                self._extracted or extract(self._trace(self._spec)),
                 self.device,
                 cache_dir=self.settings.cache_dir,
                 on_progress=lambda done, todo: self.settings.progress("profile", done / max(todo, 1)),
@@ -155,7 +155,7 @@ class ProfiledStep:
             more_bytes: What that step's batch takes beyond this one's.
             archive_dir: Folder of the schedules that are kept for a later run; by default none are.
         """
-        variables = self.traced.function.variables
+        variables = self.traced.interface.variables
         return Planner(
             op_graph,
             costs,
@@ -238,12 +238,12 @@ class ProfiledStep:
 
     def make_room(self, nbytes: int) -> int:
         """Makes the allocator own one free block of this size, or what there is room for; returns its size."""
-        return make_room(self.device, nbytes, self.traced.function.variables)
+        return make_room(self.device, nbytes, self.traced.interface.variables)
 
     def tidy(self) -> None:
         """Moves the variables together, where there is room for that: other steps may have scattered them."""
         turns(self.device).moved()
-        gather(self.device, self.traced.function.variables, self.make_room(self._room_bytes))
+        gather(self.device, self.traced.interface.variables, self.make_room(self._room_bytes))
 
     def ready_to_run(self) -> None:
         """From now on peaks are predicted for runs that follow at once."""
@@ -314,6 +314,12 @@ class ProfiledStep:
             form.phases_s = self.phases_s
             self._forms[chosen] = form
         return self._forms[chosen]
+
+    def release_graphs(self) -> None:
+        """Lets go of TensorFlow's graphs, of all forms: some 10 MiB a thousand ops, which no plan and no run needs."""
+        for form in self._forms.values():
+            form.traced = dataclasses.replace(form.traced, function=None)
+            form._extracted = None
 
     def choices(self, plan: Plan, graph: OpGraph) -> list[ChoiceRow]:
         """The alternatives that were weighed, and whether a plan takes them.

@@ -50,7 +50,7 @@ class PlannedStep:
         self._profiled = profiled
         self._function = function
         self._captured = profiled.traced.captured
-        self._structure = profiled.traced.function.structured_outputs
+        self._structure = profiled.traced.interface.structure
         self._turns = turns(profiled.device)
         self._whole: PlannedStep | None = None  # whose plan and whose place in memory it has
         self._is_ready = False  # seats are there, and the plan was made for memory as it is
@@ -98,6 +98,7 @@ class PlannedStep:
             except (InfeasibleBudget, NoScheduleFound) as refusal:
                 return cls._refused(profiled, budget_bytes, joint.smallest_seen(), refusal)
         form = profiled.form(candidate.chosen)
+        profiled.release_graphs()
         return cls(form, budget_bytes, candidate, form.build(candidate))
 
     @classmethod
@@ -136,6 +137,7 @@ class PlannedStep:
         candidate = follow(whole.candidate, step.op_graph)
         if candidate is None:
             return None
+        step.release_graphs()
         part = cls(step, step.budget_bytes(), candidate, step.build(candidate))
         part._whole = whole
         return part

@@ -19,7 +19,6 @@ from checkmate_tf.lowering.creation import op_of
 from checkmate_tf.lowering.device import counted_bytes
 from checkmate_tf.lowering.extract import ALIASES, ExtractedStep
 from checkmate_tf.lowering.single_op import nbytes
-from checkmate_tf.lowering.variables import variables_by_input
 
 _READ = "ReadVariableOp"
 _SAME = ALIASES | {"_ParallelConcatUpdate"}
@@ -41,7 +40,7 @@ def scratch_of_branches(step: ExtractedStep, device: str) -> dict[int, tuple[int
         device: That holds the model.
     """
     branches = _Branches(step.traced.graph_def.library.function, device)
-    variables = variables_by_input(step.traced.function)
+    variables = step.traced.interface.variable_of
     number = {name: op for op, name in enumerate(step.op_graph.names)}
     found = {}
     for node in step.traced.graph_def.node:

@@ -19,7 +19,6 @@ from checkmate_tf.lowering.creation import op_of
 from checkmate_tf.lowering.definitions import READS_OF_VARIABLES, Bodies, body, called, is_stateful, nodes_of
 from checkmate_tf.lowering.in_place import writable
 from checkmate_tf.lowering.trace import TracedStep
-from checkmate_tf.lowering.variables import variables_by_input
 
 # Stateful ops whose only effect is on a variable that they are given.
 _WRITES = (
@@ -97,7 +96,7 @@ class Snapshot:
     """
 
     def __init__(self, traced: TracedStep):
-        in_place = writable(traced.function)
+        in_place = writable(traced.interface.variable_of)
         self._values = [(variable, name in in_place, variable.numpy()) for name, variable in _written(traced).items()]
 
     def restore(self) -> None:
@@ -132,7 +131,6 @@ def _write_into(variable: tf.Variable, value: np.ndarray) -> None:
 
 def _written(traced: TracedStep) -> dict[str, tf.Variable]:
     """The variables that ops of the step may write, by name of the input that is theirs."""
-    variables = variables_by_input(traced.function)
     inputs = {
         op_of(name)
         for node in traced.graph_def.node
@@ -140,7 +138,7 @@ def _written(traced: TracedStep) -> dict[str, tf.Variable]:
         for name in node.input
         if name[0] != "^"
     }
-    return {name: variable for name, variable in variables.items() if name in inputs}
+    return {name: variable for name, variable in traced.interface.variable_of.items() if name in inputs}
 
 
 def _bodies(traced: TracedStep) -> Bodies:

@@ -53,7 +53,7 @@ class ExtractedStep:
 def extract(traced: TracedStep) -> ExtractedStep:
     """Imports the simplified graph and describes it as an OpGraph."""
     graph, guessed = imported(traced)
-    on = device.name_of(traced.function.variables)
+    on = device.name_of(traced.interface.variables)
     on_cpu = device.is_cpu(on)
     for op in graph.get_operations():
         if op.type in _RESERVED and on_cpu:
@@ -96,7 +96,7 @@ def extract(traced: TracedStep) -> ExtractedStep:
         once=np.array([op.type not in _PERSISTENT and op.op_def.is_stateful for op in ops], dtype=bool),
         is_gradient=is_gradient,
         passes=passes,
-        results=tuple(tensor_number[name] for name in traced.fetches),
+        results=tuple(tensor_number[name] for name in traced.interface.fetches),
         pairs=_fused_pairs(ops, number) if on_cpu and device.onednn_is_on() else {},
         again={number[op]: tuple(tensor_number[t.name] for t in rerun.inputs) for op, rerun in reruns.items()},
         awaits={number[first]: tuple(number[term] for term in terms) for first, terms in traced.sums.items()},

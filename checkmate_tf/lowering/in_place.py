@@ -21,7 +21,6 @@ from tensorflow.core.framework import attr_value_pb2, graph_pb2, node_def_pb2
 from tensorflow.python.framework import kernels
 
 from checkmate_tf.lowering.creation import op_of
-from checkmate_tf.lowering.variables import variables_by_input
 
 _ONE_ROW = "in_place/one_row"
 _INT32 = attr_value_pb2.AttrValue(type=tf.int32.as_datatype_enum)
@@ -34,16 +33,15 @@ _OF_VALUES = frozenset({"T", "dtype"})  # attributes; others are types of indice
 NOT_FOLDED = "_scoped_allocator"
 
 
-def writable(function: tf.types.experimental.ConcreteFunction) -> set[str]:
+def writable(variable_of: Mapping[str, tf.Variable]) -> set[str]:
     """Names of a function's inputs whose variables can be assigned in place.
 
     Their shape is known and not empty, and the device has the kernels for their type.
+
+    Args:
+        variable_of: Name of each input that is a variable's -> the variable.
     """
-    return {
-        name
-        for name, variable in variables_by_input(function).items()
-        if variable.shape.num_elements() and _has_kernels(variable)
-    }
+    return {name for name, variable in variable_of.items() if variable.shape.num_elements() and _has_kernels(variable)}
 
 
 def one_row() -> node_def_pb2.NodeDef:

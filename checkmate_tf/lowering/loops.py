@@ -107,7 +107,7 @@ def _operation(step: ExtractedStep, op: int) -> tf.Operation:
 
 
 def _is_read(step: ExtractedStep, tensor: tf.Tensor) -> bool:
-    return bool(tensor.consumers()) or tensor.name in step.traced.fetches
+    return bool(tensor.consumers()) or tensor.name in step.traced.interface.fetches
 
 
 def _is_sized(tensor: tf.Tensor) -> bool:
@@ -137,12 +137,8 @@ class _Runs:
         self._makers = {operation.name: self._makers_of(operation) for operation in operations}
         self._wanted = {t.name for operation in operations for t in self._given(operation)}
         self._held: dict[str, Held] = {}
-        function = step.traced.function
-        inputs = function.graph.inputs
-        captured = function.captured_inputs
-        self._made: dict[str, tf.Tensor] = dict(
-            zip([t.name for t in inputs[len(inputs) - len(captured) :]], captured, strict=True)
-        )
+        feeds, captured = step.traced.interface.feeds, step.traced.interface.captured
+        self._made: dict[str, tf.Tensor] = dict(zip(feeds[len(feeds) - len(captured) :], captured, strict=True))
 
     def run(self, op: int) -> Held | None:
         """What an op holds, or None where it must not or cannot be run.

@@ -106,9 +106,9 @@ def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan, forks: Sequence[Fork
 
     return as_function(
         graph_def,
-        [*traced.feeds, *(f"{name}:0" for name in traced.shared_constants)],
-        [renamed(name) for name in traced.fetches],
-        [latest[name] for name in traced.side_effects if name in latest],
+        [*traced.interface.feeds, *(f"{name}:0" for name in traced.shared_constants)],
+        [renamed(name) for name in traced.interface.fetches],
+        [latest[name] for name in traced.interface.side_effects if name in latest],
     )
 
 
@@ -124,7 +124,7 @@ def planned_graph_def(
     names: list[str] = []  # of each step
     constant: list[bool] = []  # whether each step makes the same in every run
     latest: dict[str, str] = {}
-    variables = writable(traced.function)
+    variables = writable(traced.interface.variable_of)
     built.node.extend([one_row()] if variables else [])
     built.node.extend(_fed(nodes[name]) for name in traced.shared_constants)
     chain = _Chain(graph)

@@ -85,7 +85,7 @@ def _knows_more(shape: tf.TensorShape, other: tf.TensorShape) -> bool:
 
 def _rows(traced: TracedStep) -> int | None:
     """Number of rows of the batch, or None where its tensors have not one number of them."""
-    batch = traced.function.graph.inputs[: len(traced.feeds) - len(traced.function.captured_inputs)]
+    batch = traced.function.graph.inputs[: len(traced.interface.feeds) - len(traced.interface.captured)]
     rows = {t.shape[0] if t.shape.rank else None for t in batch}
     return rows.pop() if len(rows) == 1 else None
 

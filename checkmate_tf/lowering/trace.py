@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config_pb2
+from tensorflow.python.framework import ops
 from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.training import saver
 
@@ -31,12 +33,13 @@ from checkmate_tf.lowering.implementations.rule import Rule
 from checkmate_tf.lowering.in_place import writable
 from checkmate_tf.lowering.recurrences import run_in_turn
 from checkmate_tf.lowering.sums import sum_in_pairs
-from checkmate_tf.lowering.variables import variables_by_input
+from checkmate_tf.lowering.variables import Interface, variables_by_input
 
 _log = logging.getLogger(__name__)
 
 _NOT_INFERRED = frozenset({"PartitionedCall", "Placeholder", "ReadVariableOp", "StatefulPartitionedCall"})
 _UPDATES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
+_CUSTOM_GRADIENT = "CustomGradient-"  # and a number: how TensorFlow names them
 _LOWER = "_lower_using_switch_merge"  # the runtime expands this loop or branch in the caller's graph
 
 
@@ -45,9 +48,10 @@ class TracedStep:
     """A training step as a graph.
 
     Attributes:
-        function: The concrete function of the unmodified step.
-        graph_def: Its graph as Grappler left it. Inputs, outputs and control outputs of
-            `function.graph` are still there by name.
+        function: The concrete function of the unmodified step; None once its graph, some MiB a thousand ops, is no
+            longer needed.
+        interface: Of the function.
+        graph_def: Its graph as Grappler left it. All that `interface` names is still there.
         passes: Which ops of `function.graph` are gradients, and which come before a loss.
         stands_in: Name of each op that a rule made -> name of the op of `function.graph` whose place it takes.
         fired: The rules and alternatives that were applied.
@@ -57,7 +61,8 @@ class TracedStep:
             `sums.sum_in_pairs` gives it.
     """
 
-    function: tf.types.experimental.ConcreteFunction
+    function: tf.types.experimental.ConcreteFunction | None
+    interface: Interface
     graph_def: graph_pb2.GraphDef
     passes: Passes = dataclasses.field(default_factory=Passes)
     stands_in: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -65,21 +70,6 @@ class TracedStep:
     offered: tuple[Fired, ...] = ()
     again: Mapping[str, node_def_pb2.NodeDef] = dataclasses.field(default_factory=dict)
     sums: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def feeds(self) -> list[str]:
-        """Names of the tensors that the step is fed with: the batch, then the captured variables."""
-        return [t.name for t in self.function.graph.inputs]
-
-    @property
-    def fetches(self) -> list[str]:
-        """Names of the tensors that the step returns."""
-        return [t.name for t in self.function.graph.outputs]
-
-    @property
-    def side_effects(self) -> list[str]:
-        """Names of the ops that must run although nothing returned depends on them."""
-        return [op.name for op in self.function.graph.control_outputs]
 
     @property
     def updates(self) -> bool:
@@ -90,12 +80,12 @@ class TracedStep:
     @functools.cached_property
     def shared_constants(self) -> dict[str, tf.Tensor]:
         """The graph's large constants by name, which a plan's function is fed with."""
-        return shared(self.graph_def.node, device.name_of(self.function.variables))
+        return shared(self.graph_def.node, device.name_of(self.interface.variables))
 
     @property
     def captured(self) -> list[tf.Tensor]:
         """What a plan's function is fed with behind the batch: the variables and the large constants."""
-        return [*self.function.captured_inputs, *self.shared_constants.values()]
+        return [*self.interface.captured, *self.shared_constants.values()]
 
     @property
     def constants_bytes(self) -> list[int]:
@@ -132,13 +122,15 @@ def trace(
     """
     with watched() as calls:
         function = _traced(step, *args_spec)
-    graph = function.graph
+    graph, interface = function.graph, Interface.of(function)
     passes = passes_of(graph, calls)
     graph_def = graph.as_graph_def()
     reads = read_before_calls(graph_def, graph)
     if not rules and not alternatives:
         simplified = _simplify(function, graph_def, reads)
-        return TracedStep(function, simplified, passes, sums=_make_steady(simplified, function, {}))
+        return TracedStep(
+            function, Interface.of(function), simplified, passes, sums=_make_steady(simplified, function, {})
+        )
     specs = {
         (op.name, k): tf.TensorSpec(t.shape, t.dtype) for op in graph.get_operations() for k, t in enumerate(op.outputs)
     } | {(name, 0): spec for name, spec in reads.items()}
@@ -152,14 +144,31 @@ def trace(
     poolings_by_places(simplified.node)
     again = leaner_reruns(simplified.node, on_cpu=on_cpu)
     stands_in, fired, offered = rewritten.stands_in, rewritten.fired, rewritten.offered
-    return TracedStep(function, simplified, passes, stands_in, fired, offered, again, sums)
+    return TracedStep(function, interface, simplified, passes, stands_in, fired, offered, again, sums)
 
 
 def _traced(step: Callable, *args_spec) -> tf.types.experimental.ConcreteFunction:
     try:
-        return tf.function(step, jit_compile=False).get_concrete_function(*args_spec)
+        with _custom_gradients_forgotten():
+            return tf.function(step, jit_compile=False).get_concrete_function(*args_spec)
     except Exception as error:
         raise StepError(f"the training step cannot be traced: {error}") from error
+
+
+@contextlib.contextmanager
+def _custom_gradients_forgotten() -> Iterator[None]:
+    """Takes custom gradients out of TensorFlow's registry, which keeps each one's graph for as long as the process.
+
+    Keras's optimizers make two in each step that is traced. What was traced here is not differentiated again.
+    """
+    registry = ops.gradient_registry._registry
+    known = set(registry)
+    try:
+        yield
+    finally:
+        for name in set(registry) - known:
+            if name.startswith(_CUSTOM_GRADIENT):
+                del registry[name]
 
 
 def _simplify(
@@ -283,7 +292,7 @@ def _make_steady(graph_def: graph_pb2.GraphDef, function, stands_in: Mapping[str
     run_in_turn(graph_def)
     fill_constants(graph_def, returned, device.name_of(function.variables).partition(":")[0])
     sums = sum_in_pairs(graph_def, created(function, stands_in))
-    assign_in_place(graph_def, writable(function), returned)
+    assign_in_place(graph_def, writable(variables_by_input(function)), returned)
     return sums
 
 

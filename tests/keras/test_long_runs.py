@@ -93,3 +93,27 @@ def test_again_and_again(options, tmp_path):
     both(BATCH, seed=9)
     assert checkmate_tf.report(model).recomputed
     assert np.isfinite(checkmate_tf.report(model).measured_step_s)
+
+
+def graphs() -> int:
+    """TensorFlow's graphs that are there, each with an object for each of its ops and tensors."""
+    gc.collect()
+    return sum(isinstance(one, tf.Graph) for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_no_shape_keeps_a_graph(recurrent, options):
+    """Each shape of the batch kept 97 MiB of a MobileNet's step: its graph as traced, and as simplified."""
+    if recurrent:
+        model = compiled(keras.Sequential([keras.Input((6, 8)), keras.layers.GRU(16), keras.layers.Dense(10)]))
+        x, y = np.ones((12, 6, 8), "float32"), np.zeros(12, int)
+    else:
+        model = compiled(sequential(depth=2))
+        x, y = images(BATCH)
+    checkmate_tf.compile(model, 1.0, **options)
+    counts = []
+    for rows in range(len(y), len(y) - 3, -1):
+        for _ in range(2):
+            model.train_on_batch(x[:rows], y[:rows])
+        counts.append(graphs())
+    assert counts[2] == counts[1] == counts[0]

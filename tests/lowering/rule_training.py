@@ -48,7 +48,8 @@ class Training:
     def assert_same(self, rtol: float = 1e-4, chosen=()):
         """Results, gradients and variables agree after a fused and after an unmodified step."""
         traced = self.fused(chosen)
-        function = as_function(traced.graph_def, traced.feeds, traced.fetches, traced.side_effects)
+        interface = traced.interface
+        function = as_function(traced.graph_def, interface.feeds, interface.fetches, interface.side_effects)
         outcomes = []
         for run in (
             lambda x: call_unoptimized(function, [x, *traced.function.captured_inputs]),

@@ -10,7 +10,7 @@ from tiny_steps import STEPS, Step, numbers, prepared
 
 from checkmate_tf.lowering.creation import created
 from checkmate_tf.lowering.extract import _original_order, extract
-from checkmate_tf.lowering.trace import TracedStep, trace
+from checkmate_tf.lowering.trace import trace
 
 
 @pytest.fixture(scope="module", params=sorted(STEPS))
@@ -32,9 +32,9 @@ def of_type(graph, kind) -> list[int]:
 
 def test_feeds_fetches_and_side_effects_survive_simplification(ready):
     names = {node.name for node in ready.traced.graph_def.node}
-    wanted = [*ready.traced.feeds, *ready.traced.fetches]
+    wanted = [*ready.traced.interface.feeds, *ready.traced.interface.fetches]
     assert {name.partition(":")[0] for name in wanted} <= names
-    assert set(ready.traced.side_effects) <= names
+    assert set(ready.traced.interface.side_effects) <= names
     assert len(ready.traced.graph_def.node) <= len(ready.traced.function.graph.get_operations())
 
 
@@ -42,7 +42,7 @@ def test_all_ops_are_extracted_in_a_valid_order(ready):
     graph = ready.extracted.op_graph
     graph.check()
     assert sorted(graph.names) == sorted(node.name for node in ready.traced.graph_def.node)
-    assert len(graph.results) == len(ready.traced.fetches)
+    assert len(graph.results) == len(ready.traced.interface.fetches)
 
 
 def test_ops_with_state_run_once_and_reads_do_not_count(ready):
@@ -242,13 +242,13 @@ def test_shapes_of_variables_are_folded_as_when_keras_runs_the_step():
     traced = trace(run, tf.TensorSpec([2, 4, 4, 1]))
     kinds = {node.name: node.op for node in traced.graph_def.node}
     assert not {"Shape", "ShapeN"} & set(kinds.values())
-    assert all(kinds[name.partition(":")[0]] == "Placeholder" for name in traced.feeds)
+    assert all(kinds[name.partition(":")[0]] == "Placeholder" for name in traced.interface.feeds)
 
 
 def test_steps_are_traced_for_nested_batches():
     step = Step(lambda batch: batch["x"] + batch["y"][0], ({"x": numbers(2), "y": (numbers(2),)},), [])
     spec = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape), step.batch[0])
-    assert len(trace(step.run, spec).fetches) == 1
+    assert len(trace(step.run, spec).interface.fetches) == 1
 
 
 def test_an_op_that_reads_a_late_constant_keeps_its_place():
@@ -262,8 +262,7 @@ def test_an_op_that_reads_a_late_constant_keeps_its_place():
         batch = tf.compat.v1.placeholder(tf.float32, (), name="batch")
         tf.identity(batch, name="later")
         tf.add(batch, late, name="early")
-    traced = TracedStep(SimpleNamespace(graph=original), simplified.as_graph_def())
-    ordered = _original_order(simplified.get_operations(), created(traced.function, {}))
+    ordered = _original_order(simplified.get_operations(), created(SimpleNamespace(graph=original), {}))
     assert [op.name for op in ordered] == ["late", "batch", "early", "later"]
 
 

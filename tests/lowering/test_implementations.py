@@ -218,7 +218,8 @@ def test_statistics_are_those_of_keras():
     norm = layers.BatchNormalization(momentum=0.0)
     training = Training(model_of(norm, shape=(3, 2)), numbers(5, 3, 2))
     traced = training.fused()
-    function = as_function(traced.graph_def, traced.feeds, traced.fetches, traced.side_effects)
+    interface = traced.interface
+    function = as_function(traced.graph_def, interface.feeds, interface.fetches, interface.side_effects)
     call_unoptimized(function, [tf.constant(training.x), *traced.function.captured_inputs])
     x = training.x.astype(np.float64)
     np.testing.assert_allclose(norm.moving_mean, x.mean((0, 1)), rtol=1e-5)

@@ -17,6 +17,7 @@ from checkmate_tf.core.validate import validate
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.rebuild import call_unoptimized, planned_graph_def, rebuild
 from checkmate_tf.lowering.trace import TracedStep, trace
+from checkmate_tf.lowering.variables import Interface
 
 UNCHAINED = {"Const", "Placeholder", "ReadVariableOp", "NoOp"}
 
@@ -176,7 +177,7 @@ def test_ops_that_onednn_would_merge_are_kept_apart_unless_they_follow_each_othe
 
     spec = tf.TensorSpec((2, 6, 6, 4))
     function = step.get_concrete_function(spec)
-    as_traced = TracedStep(function, function.graph.as_graph_def(add_shapes=True))  # without Grappler's merging
+    as_traced = TracedStep(function, Interface.of(function), function.graph.as_graph_def(add_shapes=True))  # unmerged
     traced = trace(step.python_function, spec) if "_FusedConv2D" in merged else as_traced
     graph = extract(traced).op_graph
     first, second, other = (graph.types.index(kind) for kind in (*merged, "Cumsum"))
