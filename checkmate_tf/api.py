@@ -33,7 +33,6 @@ def compile(
     strategy: str = "auto",
     time_limit_s: float = 60.0,
     implementations: str = "exact",
-    cost_model: str = "profile",
     cache_dir: str | os.PathLike | None = None,
     on_unplanned: str = "warn",
     verbose: bool | str = "auto",
@@ -71,7 +70,6 @@ def compile(
             cheaper plan is found. "gist": a baseline for comparison, the lossless encodings of Gist wherever they
             can be: gradients of max pooling by places, of ReLUs by masks; with strategy="checkpoint_all", as
             published. `report` says where.
-        cost_model: "profile": each distinct op is measured on the device.
         cache_dir: Folder for measured ops and found schedules; by default in the user's cache folder.
         on_unplanned: "warn": what is not planned trains by the model's own step, without the budget, and a UserWarning
             says why. "raise": that is an error, and the model is given its own step back.
@@ -95,7 +93,7 @@ def compile(
     """
     train_step.attach(
         model,
-        _settings(budget, strategy, time_limit_s, implementations, cost_model, cache_dir, verbose, on_unplanned),
+        _settings(budget, strategy, time_limit_s, implementations, cache_dir, verbose, on_unplanned),
         input_spec,
     )
     return model
@@ -109,7 +107,6 @@ def function(
     strategy: str = "auto",
     time_limit_s: float = 60.0,
     implementations: str = "exact",
-    cost_model: str = "profile",
     cache_dir: str | os.PathLike | None = None,
     on_unplanned: str = "warn",
     verbose: bool | str = "auto",
@@ -129,7 +126,6 @@ def function(
         strategy: As for `compile`; likewise all that follow.
         time_limit_s: Seconds to search for a schedule.
         implementations: "exact", "fused" or "gist".
-        cost_model: "profile".
         cache_dir: Folder for measured ops and found schedules.
         on_unplanned: "warn": arguments of another signature, and a step that could not be planned, run unmodified,
             without the budget, and a UserWarning says why. "raise": that is an error.
@@ -157,7 +153,7 @@ def function(
     """
     return PlannedFunction(
         step,
-        _settings(budget, strategy, time_limit_s, implementations, cost_model, cache_dir, verbose, on_unplanned),
+        _settings(budget, strategy, time_limit_s, implementations, cache_dir, verbose, on_unplanned),
         input_spec,
     )
 
@@ -240,7 +236,7 @@ def minimum_budget(
     Raises:
         ModelError, OptionError: An argument means nothing; the message says what to do.
     """
-    settings = _settings(1, "auto", 60.0, implementations, "profile", cache_dir, verbose)
+    settings = _settings(1, "auto", 60.0, implementations, cache_dir, verbose)
 
     def find(profiled: ProfiledStep, data) -> MinimumBudget:
         least = profiled.minimum_budget()
@@ -297,7 +293,7 @@ def tradeoff_curve(
     if path is not None:
         path = _path("path", path)
     settings = [
-        _settings(budget, strategy, time_limit_s, implementations, "profile", cache_dir, verbose)
+        _settings(budget, strategy, time_limit_s, implementations, cache_dir, verbose)
         for budget in budgets
         for strategy in strategies
     ]
@@ -360,7 +356,7 @@ def max_batch_size(
             f"max_overhead must be a number of at least 1 (1.2: a fifth more time than the plain step), or None; "
             f"got {max_overhead!r}."
         )
-    settings = _settings(budget, strategy, time_limit_s, implementations, "profile", cache_dir, verbose)
+    settings = _settings(budget, strategy, time_limit_s, implementations, cache_dir, verbose)
     return max_batch.find(model, settings, input_spec, max_overhead=max_overhead, measure=measure, path=path)
 
 
@@ -369,9 +365,7 @@ def strategies() -> tuple[str, ...]:
     return solvers.names()
 
 
-def _settings(
-    budget, strategy, time_limit_s, implementations, cost_model, cache_dir, verbose, on_unplanned=WARN
-) -> Settings:
+def _settings(budget, strategy, time_limit_s, implementations, cache_dir, verbose, on_unplanned=WARN) -> Settings:
     """Checks the options.
 
     Raises:
@@ -383,8 +377,6 @@ def _settings(
         raise OptionError(f"time_limit_s must be a positive number of seconds; got {time_limit_s!r}.")
     if not isinstance(implementations, str) or implementations not in RULES:
         raise OptionError(f"implementations must be one of {', '.join(RULES)}; got {implementations!r}.")
-    if not isinstance(cost_model, str) or cost_model != "profile":
-        raise OptionError(f'cost_model must be "profile"; got {cost_model!r}.')
     if not isinstance(on_unplanned, str) or on_unplanned not in ON_UNPLANNED:
         raise OptionError(f"on_unplanned must be one of {', '.join(ON_UNPLANNED)}; got {on_unplanned!r}.")
     parse(budget, plain_peak_bytes=1 << 60, device_bytes=1 << 60)  # only to refuse what no budget looks like

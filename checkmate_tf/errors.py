@@ -56,16 +56,14 @@ class InfeasibleBudget(CheckmateError):
     """Proven: no schedule meets the budget.
 
     Attributes:
-        minimum_bytes: The smallest budget that some schedule was shown to meet, or a proven lower
-            bound on it when `minimum_is_bound` is true.
+        minimum_bytes: The smallest budget that some schedule was shown to meet.
         bottleneck: Name of the op that sets it.
     """
 
-    def __init__(self, message: str, minimum_bytes: int, bottleneck: str, minimum_is_bound: bool = False):
+    def __init__(self, message: str, minimum_bytes: int, bottleneck: str):
         super().__init__(message)
         self.minimum_bytes = minimum_bytes
         self.bottleneck = bottleneck
-        self.minimum_is_bound = minimum_is_bound
 
 
 class OptionError(CheckmateError, ValueError):

@@ -10,7 +10,7 @@ import pytest
 import checkmate_tf
 from checkmate_tf import api
 
-OPTIONS = ("strategy", "time_limit_s", "implementations", "cost_model", "cache_dir", "verbose")
+OPTIONS = ("strategy", "time_limit_s", "implementations", "cache_dir", "on_unplanned", "verbose")
 
 
 @pytest.mark.parametrize("name", OPTIONS)

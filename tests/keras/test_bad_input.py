@@ -73,7 +73,6 @@ def test_budgets_that_mean_nothing(budget, says, options):
         {"strategy": "magic"},
         {"strategy": None},
         {"implementations": "fast"},
-        {"cost_model": "guess"},
         {"cache_dir": 3},
         {"verbose": "loud"},
     ],

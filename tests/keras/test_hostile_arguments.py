@@ -35,7 +35,7 @@ HOSTILE = {
 }  # fmt: skip
 SPEC = (tf.TensorSpec((6, 4), tf.float64), tf.TensorSpec((6,), tf.int64))
 pytestmark = pytest.mark.filterwarnings("ignore")  # Keras warns of what it then refuses
-OPTIONS = ("strategy", "time_limit_s", "implementations", "cost_model", "cache_dir", "verbose")
+OPTIONS = ("strategy", "time_limit_s", "implementations", "cache_dir", "on_unplanned", "verbose")
 
 
 def small():
