@@ -66,7 +66,7 @@ def test_functions_of_all_plans_and_shapes_hold_one():
     for traced, graph, plan in steps:
         for _ in range(2):
             call_unoptimized(rebuild(traced, graph, plan), [x, *traced.captured])
-    assert TABLE_BYTES <= in_use_bytes(DEVICE) - before_bytes < 1.5 * TABLE_BYTES
+    assert TABLE_BYTES <= in_use_bytes(DEVICE) - before_bytes < 2.5 * TABLE_BYTES  # a block may be twice as large
     del traced, steps
     gc.collect()
     assert in_use_bytes(DEVICE) - before_bytes < 0.5 * TABLE_BYTES

@@ -160,16 +160,20 @@ def test_workspace_is_one_block_while_the_user_profiles(tmp_path):
     assert costs.workspace_bytes[step.op_graph.types.index("MatMul")] > 0
 
 
+MOST_LOOKS = 50
+
+
 def test_how_much_of_the_device_an_op_keeps_busy_is_measured(tmp_path):
     """TensorFlow sums segments in one thread, which looks like all there are where another process has the others."""
     rows = tf.constant(np.arange(4096) % 7)
     step = extracted(lambda x: tf.math.unsorted_segment_sum(x, rows, 8), (4096, 1024))
     op = step.op_graph.types.index("UnsortedSegmentSum")
-    looks = [profile(step, DEVICE, cache_dir=tmp_path / str(look)).costs for look in range(5)]
-    costs = min(looks, key=lambda costs: costs.busy[op])
-    assert 0 < costs.busy[op] < 1.5 / len(os.sched_getaffinity(0))
-    assert all(np.delete(costs.busy, op) == 1)
-    again = [profile(step, DEVICE, cache_dir=tmp_path / str(look)).costs.busy for look in range(5)]
+    looks = []
+    while len(looks) < MOST_LOOKS and not (looks and looks[-1].busy[op] < 1.5 / len(os.sched_getaffinity(0))):
+        looks.append(profile(step, DEVICE, cache_dir=tmp_path / str(len(looks))).costs)
+    assert 0 < looks[-1].busy[op] < 1.5 / len(os.sched_getaffinity(0))
+    assert all(np.delete(looks[-1].busy, op) == 1)
+    again = [profile(step, DEVICE, cache_dir=tmp_path / str(look)).costs.busy for look in range(len(looks))]
     np.testing.assert_array_equal(again, [costs.busy for costs in looks])
 
 
