@@ -56,7 +56,9 @@ def stubbed(soon, later, *, confirmed=lambda _: None):
     profiled = SimpleNamespace(
         planner=planner,
         settings=SimpleNamespace(time_limit_s=60.0),
-        traced=SimpleNamespace(captured=[], interface=SimpleNamespace(structure=(), variable_of={}), graph_def=GraphDef()),
+        traced=SimpleNamespace(
+            captured=[], interface=SimpleNamespace(structure=(), variable_of={}), graph_def=GraphDef()
+        ),
         device="CPU:0",
         ready_to_run=turns("CPU:0").moved,
         phase=lambda _: contextlib.nullcontext(),
