@@ -69,7 +69,7 @@ class AllocatorConfig:
     largest_slack_bytes: int = 128 << 20
     regions_grow_down: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.limit_bytes <= 0 or self.first_region_bytes <= 0 or self.largest_slack_bytes <= 0:
             raise GraphError(
                 "limit_bytes, first_region_bytes and largest_slack_bytes must be positive; got "

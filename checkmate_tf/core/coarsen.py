@@ -60,10 +60,10 @@ class Coarse:
         emitter = _Emitter(self.op_graph)
         started: set[int] = set()
         for op in range(self.op_graph.n):
-            node = node_of.get(op)
-            if node is not None and node not in started:
-                started.add(node)
-                for again in extra[node]:
+            own = node_of.get(op)
+            if own is not None and own not in started:
+                started.add(own)
+                for again in extra[own]:
                     for member in self.groups[again]:
                         emitter.emit(member)
             if not emitter.runs_when_read(op):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 from checkmate_tf.core.allocator import AllocatorConfig, BfcAllocator
 
+Block = TypeVar("Block")
 _UNLIMITED_BYTES = 1 << 44
 _DIVIDER = 1 / 512  # of its part
 _MOST_TRIES, _MOST_FILL_BYTES = 64, 64 << 20  # for one divider; more than that is no gap between tensors
@@ -31,10 +32,10 @@ def divided(partition: Sequence[int], uncounted_below_bytes: int = 0) -> BfcAllo
 def divide(
     partition: Sequence[int],
     uncounted_below_bytes: int,
-    allocate: Callable[[int], Any],
-    free: Callable[[Any], None],
-    lies_behind: Callable[[Any, Any, int], bool],
-) -> list | None:
+    allocate: Callable[[int], Block | None],
+    free: Callable[[Block], None],
+    lies_behind: Callable[[Block, Block, int], bool],
+) -> list[Block] | None:
     """Divides free memory by small blocks, one behind each part where there is room for it.
 
     Args:
@@ -47,24 +48,34 @@ def divide(
     Returns:
         The dividers, or None where memory has run out. All other blocks are free again.
     """
-    dividers: list | None = []
-    held: list = []
+    dividers: list[Block] = []
+    held: list[Block] = []
+    has_run_out = False
     for size in partition:
         part = allocate(size)
+        found = None
         if part is not None:
             held.append(part)
             found = _divider(part, size, uncounted_below_bytes, allocate, free, lies_behind)
-        if part is None or found is None:
-            held, dividers = [*held, *dividers], None
+        if found is None:
+            held += dividers
+            has_run_out = True
             break
         dividers += found[:1]
         held += found[1:]
     while held:
         free(held.pop())
-    return dividers
+    return None if has_run_out else dividers
 
 
-def _divider(part, size: int, uncounted_below_bytes: int, allocate, free, lies_behind) -> list | None:
+def _divider(
+    part: Block,
+    size: int,
+    uncounted_below_bytes: int,
+    allocate: Callable[[int], Block | None],
+    free: Callable[[Block], None],
+    lies_behind: Callable[[Block, Block, int], bool],
+) -> list[Block] | None:
     """A small block behind a part, and what fills other memory meanwhile; none of these, or None if memory runs out.
 
     The allocator gives a request the smallest free chunk that holds it, so a small block comes to lie in some other
@@ -72,7 +83,8 @@ def _divider(part, size: int, uncounted_below_bytes: int, allocate, free, lies_b
     part ends with its region, so this ends before it has filled all memory that there is.
     """
     nbytes = least = divider_bytes(size, uncounted_below_bytes)
-    filled, fillers, full = 0, [], False
+    fillers: list[Block] = []
+    filled, full = 0, False
     for _ in range(_MOST_TRIES):
         block = allocate(nbytes)
         if block is None:

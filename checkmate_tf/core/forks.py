@@ -49,7 +49,8 @@ class Fork:
 
 def is_ordered(graph: OpGraph) -> np.ndarray:
     """bool (ops,). Whether a plan's order is about an op: it computes. The others run when their input is there."""
-    return ~graph.is_alias & np.array([kind not in _UNORDERED for kind in graph.types], dtype=bool)
+    computes: np.ndarray = ~graph.is_alias & np.array([kind not in _UNORDERED for kind in graph.types], dtype=bool)
+    return computes
 
 
 def possible_forks(graph: OpGraph, plan: Plan, costs: Costs) -> list[Fork]:
@@ -197,9 +198,9 @@ class Events:
         self._waits = {}  # event of the second lane -> events of the first that come before it
         own = set(memory.event_buffer[middle : self.end][memory.event_bytes[middle : self.end] > 0].tolist())
         for event in self._second:
-            step = last_use.get(int(memory.event_tensor[event]))
-            if step is not None and int(memory.event_buffer[event]) not in own:
-                self._waits[event] = int(np.searchsorted(memory.event_step, step, side="right")) - self.begin
+            last = last_use.get(int(memory.event_tensor[event]))
+            if last is not None and int(memory.event_buffer[event]) not in own:
+                self._waits[event] = int(np.searchsorted(memory.event_step, last, side="right")) - self.begin
 
     def orders(self) -> Iterator[np.ndarray]:
         """int64. Indices of the events, in other orders: one lane after the other, both at their peaks, at random."""
@@ -259,7 +260,8 @@ class Trial:
 
     def harmless(self, possible: Sequence[Fork]) -> list[Fork]:
         """The best of some forks of which none alone, nor all together, take more in any order that is tried."""
-        left, good = list(possible), set()
+        left = list(possible)
+        good: set[Fork] = set()
         while not good.issuperset(chosen := apart(left)):
             new = [fork for fork in chosen if fork not in good]
             good.update(self._harmless_alone(new))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from checkmate_tf.errors import GraphError
 
@@ -15,7 +16,7 @@ MOST_COST = 1e300
 LEAST_COST = 1e-200  # of all nodes together, unless it is 0: shares of it must be numbers
 
 
-def _frozen(values, dtype, n: int, what: str) -> np.ndarray:
+def _frozen(values: npt.ArrayLike, dtype: npt.DTypeLike, n: int, what: str) -> np.ndarray:
     array = np.array(values, dtype=dtype)
     if array.shape != (n,):
         raise GraphError(f"{what} must hold one value per node: {n}; got shape {array.shape}.")
@@ -23,7 +24,7 @@ def _frozen(values, dtype, n: int, what: str) -> np.ndarray:
     return array
 
 
-def _frozen_bytes(values, n: int, what: str) -> np.ndarray:
+def _frozen_bytes(values: npt.ArrayLike, n: int, what: str) -> np.ndarray:
     """int64 (n,). Refuses what is no whole number, or cannot be held in 64 bits."""
     try:
         given = np.array(values)
@@ -68,14 +69,14 @@ class Graph:
     @classmethod
     def build(
         cls,
-        cost: Sequence[float],
-        out_bytes: Sequence[int],
+        cost: Sequence[float] | np.ndarray,
+        out_bytes: Sequence[int] | np.ndarray,
         edges: Iterable[tuple[int, int]],
         *,
         names: Sequence[str] | None = None,
-        workspace_bytes: Sequence[int] | None = None,
-        is_gradient: Sequence[bool] | None = None,
-        recomputable: Sequence[bool] | None = None,
+        workspace_bytes: Sequence[int] | np.ndarray | None = None,
+        is_gradient: Sequence[bool] | np.ndarray | None = None,
+        recomputable: Sequence[bool] | np.ndarray | None = None,
         fixed_bytes: int = 0,
     ) -> Graph:
         """Checks and freezes a graph given as plain sequences.
@@ -181,7 +182,8 @@ class Graph:
         change = np.zeros(self.n + 1, np.int64)
         change[: self.n] += self.out_bytes
         np.add.at(change, last_use + 1, -self.out_bytes)
-        return np.cumsum(change)[: self.n] + self.workspace_bytes
+        in_use: np.ndarray = np.cumsum(change)[: self.n] + self.workspace_bytes
+        return in_use
 
     @cached_property
     def store_all_peak_bytes(self) -> int:
@@ -195,16 +197,16 @@ def permuted(graph: Graph, order: Sequence[int]) -> Graph:
     Raises:
         GraphError: The order is not topological.
     """
-    order = np.asarray(order, dtype=np.int64)
+    former = np.asarray(order, dtype=np.int64)
     rank = np.empty(graph.n, dtype=np.int64)
-    rank[order] = np.arange(graph.n)
+    rank[former] = np.arange(graph.n)
     return Graph.build(
-        graph.cost[order],
-        graph.out_bytes[order],
+        graph.cost[former],
+        graph.out_bytes[former],
         [(int(rank[dep]), int(rank[node])) for node, deps in enumerate(graph.deps) for dep in deps],
-        names=[graph.names[node] for node in order],
-        workspace_bytes=graph.workspace_bytes[order],
-        is_gradient=graph.is_gradient[order],
-        recomputable=graph.recomputable[order],
+        names=[graph.names[node] for node in former],
+        workspace_bytes=graph.workspace_bytes[former],
+        is_gradient=graph.is_gradient[former],
+        recomputable=graph.recomputable[former],
         fixed_bytes=graph.fixed_bytes,
     )

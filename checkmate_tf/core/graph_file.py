@@ -193,7 +193,7 @@ def _edge(edge: Any, k: int, n: int) -> tuple[int, int]:
     return producer, consumer
 
 
-def _list(content: dict[str, Any], key: str) -> list:
+def _list(content: dict[str, Any], key: str) -> list[Any]:
     value = content.get(key, _MISSING)
     if not isinstance(value, list):
         raise GraphError(f'"{key}" must be a list; got {_kind(value)}')

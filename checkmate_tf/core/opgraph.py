@@ -74,11 +74,11 @@ class OpGraph:
     again: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     first_last: frozenset[int] = frozenset()
     list_blocks: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    passes: np.ndarray | None = None
+    passes: np.ndarray = None  # type: ignore[assignment]  # set behind
     awaits: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     taker: dict[int, int] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.passes is None:
             object.__setattr__(self, "passes", np.zeros(len(self.names), dtype=np.int64))
 
@@ -132,7 +132,7 @@ class OpGraph:
     @cached_property
     def is_alias(self) -> np.ndarray:
         """bool (ops,). The op makes nothing but aliases or persistent tensors and has no side effect."""
-        alias = np.array([len(out) > 0 for out in self.outputs]) & (self.op_out_bytes == 0) & ~self.once
+        alias: np.ndarray = np.array([len(out) > 0 for out in self.outputs]) & (self.op_out_bytes == 0) & ~self.once
         owners = np.flatnonzero((self.storage == np.arange(len(self.storage))) & ~self.persistent)
         alias[self.producer[owners]] = False
         return alias
@@ -193,11 +193,11 @@ class Costs:
 
     time_s: np.ndarray
     workspace_bytes: np.ndarray
-    again_s: np.ndarray | None = None
-    busy: np.ndarray | None = None
+    again_s: np.ndarray = None  # type: ignore[assignment]  # both are set behind
+    busy: np.ndarray = None  # type: ignore[assignment]
     requests: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.again_s is None:
             object.__setattr__(self, "again_s", self.time_s)
         if self.busy is None:

@@ -7,6 +7,7 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,41 +15,46 @@ from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.settle import settled
 from checkmate_tf.errors import GraphError
 
+Value = TypeVar("Value")
+
 
 def permute(graph: OpGraph, costs: Costs, order: Sequence[int]) -> tuple[OpGraph, Costs]:
     """As `permute_graph`, with the costs of its ops."""
-    order = np.asarray(order, dtype=np.int64)
-    place = _places(order).tolist()
+    former = np.asarray(order, dtype=np.int64)
+    place = _places(former).tolist()
     return permute_graph(graph, order), Costs(
-        *(values[order] for values in (costs.time_s, costs.workspace_bytes, costs.again_s, costs.busy)),
+        costs.time_s[former],
+        costs.workspace_bytes[former],
+        costs.again_s[former],
+        costs.busy[former],
         requests={place[op]: asked for op, asked in costs.requests.items()},
     )
 
 
 def permute_graph(graph: OpGraph, order: Sequence[int]) -> OpGraph:
     """The same step with ops renumbered so that op k is the former op order[k]. Tensors keep their numbers."""
-    order = np.asarray(order, dtype=np.int64)
-    rank = _places(order)
+    former = np.asarray(order, dtype=np.int64)
+    rank = _places(former)
     place = rank.tolist()
 
-    def pick(values):
-        return tuple(values[op] for op in order.tolist())
+    def pick(values: Sequence[Value]) -> tuple[Value, ...]:
+        return tuple(values[op] for op in former.tolist())
 
     return dataclasses.replace(
         graph,
         names=pick(graph.names),
         types=pick(graph.types),
         inputs=pick(graph.inputs),
-        controls=tuple(tuple(place[c] for c in graph.controls[op]) for op in order.tolist()),
+        controls=tuple(tuple(place[c] for c in graph.controls[op]) for op in former.tolist()),
         outputs=pick(graph.outputs),
         producer=rank[graph.producer],
         takeover=pick(graph.takeover),
-        once=graph.once[order],
-        is_gradient=graph.is_gradient[order],
+        once=graph.once[former],
+        is_gradient=graph.is_gradient[former],
         pairs={place[b]: place[a] for b, a in graph.pairs.items()},
         again={place[op]: reads for op, reads in graph.again.items()},
         first_last=frozenset(place[op] for op in graph.first_last),
-        passes=graph.passes[order],
+        passes=graph.passes[former],
         awaits={place[op]: tuple(place[term] for term in terms) for op, terms in graph.awaits.items()},
         taker={place[op]: output for op, output in graph.taker.items()},
     )
@@ -186,4 +192,5 @@ def leads_to_one_update(graph: OpGraph) -> np.ndarray:
         reached = {target[u] for u in users[op]} - {none}
         if reached:
             target[op] = reached.pop() if len(reached) == 1 else many
-    return np.array([t >= 0 for t in target]) & graph.is_gradient
+    leads: np.ndarray = np.array([t >= 0 for t in target]) & graph.is_gradient
+    return leads

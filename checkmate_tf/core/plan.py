@@ -97,7 +97,7 @@ def compile_plan(graph: OpGraph, sequence: Sequence[int]) -> Plan:
             unmade = graph.names[producer[error.args[0]]]
             raise GraphError(f"step {step}: op {graph.names[op]} runs before {unmade}, whose value it reads.") from None
         sources.append(reads)
-        owners = {}
+        owners: dict[int, tuple[int, int]] = {}
         for t, source in zip(read, reads, strict=True):
             owner = home[source, t]
             owners.setdefault(storage[t], owner)

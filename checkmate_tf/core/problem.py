@@ -23,7 +23,7 @@ class Problem:
 class Stop:
     """Asks a running search to end soon with the best that it has; from another thread."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._asked = False
         self._actions: list[Callable[[], None]] = []

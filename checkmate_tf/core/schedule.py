@@ -27,7 +27,7 @@ class Schedule:
     R: np.ndarray
     S: np.ndarray
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for array in (self.R, self.S):
             if array.ndim != 2 or array.shape[0] != array.shape[1] or array.dtype != np.bool_:
                 raise GraphError(f"R and S must be square bool matrices; got {array.dtype} {array.shape}.")
@@ -61,7 +61,7 @@ class SequenceSchedule:
 
     nodes: np.ndarray
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.nodes.flags.writeable = False
 
     def sequence(self) -> np.ndarray:
@@ -77,7 +77,7 @@ class SequenceSchedule:
         return np.array_equal(first_runs(self.nodes), np.arange(graph.n))
 
 
-def first_runs(sequence: Sequence[int]) -> np.ndarray:
+def first_runs(sequence: Sequence[int] | np.ndarray) -> np.ndarray:
     """int64 (n,). The nodes of a sequence in the order in which they run for the first time."""
     nodes = np.asarray(sequence, dtype=np.int64)
     return nodes[np.sort(np.unique(nodes, return_index=True)[1])]

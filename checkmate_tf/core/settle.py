@@ -136,7 +136,7 @@ class _Places:
 
     def _number(self, ops: Sequence[int]) -> None:
         row = [None, *ops, None]
-        self._place: dict[int | None, float] = {op: float(k) for k, op in enumerate(ops)}
+        self._place: dict[int, float] = {op: float(k) for k, op in enumerate(ops)}
         self._before = dict(zip(row[1:], row[:-1], strict=True))
         self._behind = dict(itertools.pairwise(row))
 
@@ -145,8 +145,9 @@ class _Places:
         self._behind[before], self._before[behind] = behind, before
 
     def _put_in(self, op: int, before: int | None, behind: int | None) -> None:
-        low = self._place[behind] - 2.0 if before is None else self._place[before]
-        high = self._place[before] + 2.0 if behind is None else self._place[behind]
+        neighbours = [self._place[one] for one in (before, behind) if one is not None]
+        low = min(neighbours) - 2.0 if before is None else self._place[before]
+        high = max(neighbours) + 2.0 if behind is None else self._place[behind]
         self._before[op], self._behind[op] = before, behind
         self._behind[before], self._before[behind] = op, op
         self._place[op] = (low + high) / 2

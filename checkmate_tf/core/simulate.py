@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from checkmate_tf.core.opgraph import CONTROL_FLOW, OUTPUTS, OpGraph
 from checkmate_tf.core.plan import Plan
 
 _WORKSPACE = -1  # in place of a tensor
+
+_Event = tuple[int, int, int, int]  # buffer, bytes, step, tensor
+_Storage = tuple[int, int]  # step that made it, tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,7 +130,7 @@ def simulate(
     steps = len(plan)
     in_use = np.zeros(steps, dtype=np.int64)
     held = np.zeros(steps, dtype=np.int64)
-    events: list[tuple[int, int, int, int]] = []
+    events: list[_Event] = []
     buffers = live = 0
     repeats = plan.instance > 0
     requests, lists = requests or {}, graph.list_blocks
@@ -169,7 +172,7 @@ def simulate(
     return Memory(in_use, held, *columns.T)
 
 
-def _own_events(requests: Sequence[int], first: int, step: int) -> tuple[list[tuple], list[tuple], int]:
+def _own_events(requests: Sequence[int], first: int, step: int) -> tuple[list[_Event], list[_Event], int]:
     """What an op does with blocks of its own: before it asks for its outputs, behind that; and how many they are.
 
     Args:
@@ -178,8 +181,8 @@ def _own_events(requests: Sequence[int], first: int, step: int) -> tuple[list[tu
         step: That runs the op.
     """
     live: dict[int, int] = {}
-    before: list[tuple] = []
-    behind: list[tuple] = []
+    before: list[_Event] = []
+    behind: list[_Event] = []
     events = before if OUTPUTS in requests else behind
     count = 0
     for request in requests:
@@ -196,7 +199,9 @@ def _own_events(requests: Sequence[int], first: int, step: int) -> tuple[list[tu
     return before, behind, count
 
 
-def _takeover(graph: OpGraph, op: int, inputs, owners, dying) -> tuple[int, int] | None:
+def _takeover(
+    graph: OpGraph, op: int, inputs: Sequence[int], owners: Sequence[_Storage], dying: Collection[_Storage]
+) -> _Storage | None:
     """The storage that one of the op's outputs takes over, or None."""
     for t in graph.takeover[op]:
         owner = owners[inputs.index(t)]
