@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import keras
 
@@ -29,11 +30,11 @@ def compile(
     model: keras.Model,
     budget: Budget,
     *,
-    input_spec=None,
+    input_spec: Any = None,
     strategy: str = "auto",
     time_limit_s: float = 60.0,
     implementations: str = "exact",
-    cache_dir: str | os.PathLike | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
     on_unplanned: str = "warn",
     verbose: bool | str = "auto",
 ) -> keras.Model:
@@ -100,14 +101,14 @@ def compile(
 
 
 def function(
-    step: Callable,
+    step: Callable[..., Any],
     budget: Budget,
     *,
-    input_spec,
+    input_spec: Any,
     strategy: str = "auto",
     time_limit_s: float = 60.0,
     implementations: str = "exact",
-    cache_dir: str | os.PathLike | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
     on_unplanned: str = "warn",
     verbose: bool | str = "auto",
 ) -> PlannedFunction:
@@ -216,10 +217,10 @@ class MinimumBudget:
 
 def minimum_budget(
     model: keras.Model,
-    input_spec,
+    input_spec: Any,
     *,
     implementations: str = "exact",
-    cache_dir: str | os.PathLike | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
     verbose: bool | str = "auto",
 ) -> MinimumBudget:
     """Finds the smallest budget that the model can train in. The model is left as it was.
@@ -238,7 +239,7 @@ def minimum_budget(
     """
     settings = _settings(1, "auto", 60.0, implementations, cache_dir, verbose)
 
-    def find(profiled: ProfiledStep, data) -> MinimumBudget:
+    def find(profiled: ProfiledStep, data: Any) -> MinimumBudget:
         least = profiled.minimum_budget()
         form = profiled.form(least.chosen)
         measured_bytes = PlannedStep(form, least.peak_bytes, least, form.build(least)).measured_bytes(data)
@@ -250,14 +251,14 @@ def minimum_budget(
 
 def tradeoff_curve(
     model: keras.Model,
-    input_spec,
+    input_spec: Any,
     *,
     budgets: Sequence[Budget] = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
     strategies: Sequence[str] = ("auto",),
     time_limit_s: float = 30.0,
     implementations: str = "exact",
-    path: str | os.PathLike | None = None,
-    cache_dir: str | os.PathLike | None = None,
+    path: str | os.PathLike[str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
     verbose: bool | str = "auto",
 ) -> TradeoffCurve:
     """Plans the model's step for several budgets, with several strategies. The model is left as it was.
@@ -308,15 +309,15 @@ def tradeoff_curve(
 def max_batch_size(
     model: keras.Model,
     budget: Budget,
-    input_spec,
+    input_spec: Any,
     *,
     max_overhead: float | None = None,
     strategy: str = "auto",
     time_limit_s: float = 30.0,
     implementations: str = "exact",
     measure: bool = False,
-    path: str | os.PathLike | None = None,
-    cache_dir: str | os.PathLike | None = None,
+    path: str | os.PathLike[str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
     verbose: bool | str = "auto",
 ) -> MaxBatchSize:
     """Finds the largest batch that trains inside a budget. The model is left as it was.
@@ -365,7 +366,15 @@ def strategies() -> tuple[str, ...]:
     return solvers.names()
 
 
-def _settings(budget, strategy, time_limit_s, implementations, cache_dir, verbose, on_unplanned=WARN) -> Settings:
+def _settings(
+    budget: Budget,
+    strategy: str,
+    time_limit_s: float,
+    implementations: str,
+    cache_dir: str | os.PathLike[str] | None,
+    verbose: bool | str,
+    on_unplanned: str = WARN,
+) -> Settings:
     """Checks the options.
 
     Raises:
@@ -391,13 +400,13 @@ def _settings(budget, strategy, time_limit_s, implementations, cache_dir, verbos
     )
 
 
-def _folder(cache_dir) -> str:
+def _folder(cache_dir: object) -> str:
     if cache_dir is None:
         return default_cache_dir()
     return _path("cache_dir", cache_dir)
 
 
-def _path(name: str, value) -> str:
+def _path(name: str, value: object) -> str:
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(path, str) or not path or "\0" in path:
         raise OptionError(f"{name} must be a path; got {value!r}.")

@@ -31,7 +31,7 @@ class Coarse:
     groups: tuple[tuple[int, ...], ...]
     op_graph: OpGraph
 
-    def op_sequence(self, node_sequence: Sequence[int]) -> list[int]:
+    def op_sequence(self, node_sequence: Sequence[int] | np.ndarray) -> list[int]:
         """Expands a sequence of nodes to ops: the map back from a solver's schedule to the step.
 
         Ops outside all nodes are cheap and small: each runs once, at its place in op order. Aliases

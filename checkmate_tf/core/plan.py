@@ -69,7 +69,7 @@ class Plan:
         return {int(o): int(c) - 1 for o, c in zip(ops, counts, strict=True) if c > 1}
 
 
-def compile_plan(graph: OpGraph, sequence: Sequence[int]) -> Plan:
+def compile_plan(graph: OpGraph, sequence: Sequence[int] | np.ndarray) -> Plan:
     """Compiles a sequence of ops into a plan: each read bound to the latest value, each value freed after its last use.
 
     Args:

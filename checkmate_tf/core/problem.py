@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.schedule import Schedule, SequenceSchedule
 
+OnProgress = Callable[[float, float | None, float | None], None]
+"""Called with the seconds, the cost and the bound, of which each may be unknown."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
@@ -76,7 +79,7 @@ class Options:
     workers: int = 2
     hint: Schedule | SequenceSchedule | None = None
     keep_order: bool = False
-    on_progress: Callable[[float, float | None, float | None], None] | None = None
+    on_progress: OnProgress | None = None
     stop: Stop | None = None
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -18,6 +19,8 @@ from checkmate_tf.pipeline import ProfiledStep, Settings
 from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.planning.joint import NONE
 from checkmate_tf.reporting import Report
+
+Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
@@ -47,12 +50,16 @@ def attach(model: keras.Model, settings: Settings, input_spec=None) -> None:
     training.install()
 
 
-def on_profiled(model: keras.Model, settings: Settings, input_spec, use: Callable):
+def on_profiled(
+    model: keras.Model, settings: Settings, input_spec: Any, use: Callable[[ProfiledStep], Result]
+) -> Result:
     """As `on_batch`, for what needs the step only."""
     return on_batch(model, settings, input_spec, lambda profiled, _: use(profiled))
 
 
-def on_batch(model: keras.Model, settings: Settings, input_spec, use: Callable):
+def on_batch(
+    model: keras.Model, settings: Settings, input_spec: Any, use: Callable[[ProfiledStep, Any], Result]
+) -> Result:
     """Traces and profiles the model's step for a batch, and calls `use` with both. The model is left as it was.
 
     Args:
@@ -166,7 +173,7 @@ class PlannedTraining:
         self.plan(data)
         self._steps[batch.signature(data)].try_out(data)
 
-    def on_spec(self, input_spec, use: Callable):
+    def on_spec(self, input_spec: Any, use: Callable[[Any], Result]) -> Result:
         """Calls `use` with a batch of zeros.
 
         Raises:

@@ -91,7 +91,9 @@ def _of_fixed_size(plan: Candidate) -> np.ndarray:
     """bool (ops,). What leads to the update of one variable and is as large as a variable: rows do not change it."""
     graph = plan.op_graph
     variables = {int(graph.tensor_bytes[graph.outputs[op][0]]) for op in range(graph.n) if graph.types[op] == _VARIABLE}
-    return leads_to_one_update(graph) & np.array([size in variables for size in graph.op_out_bytes.tolist()])
+    is_as_large = np.array([size in variables for size in graph.op_out_bytes.tolist()], dtype=bool)
+    of_fixed_size: np.ndarray = leads_to_one_update(graph) & is_as_large
+    return of_fixed_size
 
 
 def _place(graph: OpGraph, op: int) -> str:

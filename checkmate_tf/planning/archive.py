@@ -14,6 +14,7 @@ import logging
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +62,7 @@ class Archive:
         graph: The graph; costs and sizes are part of what tells it from others, what is held throughout is not.
     """
 
-    def __init__(self, folder: str | os.PathLike | None, strategy: str, graph: Graph):
+    def __init__(self, folder: str | os.PathLike[str] | None, strategy: str, graph: Graph):
         self._graph = graph
         self._header = {"version": _VERSION, "strategy": strategy, "graph": digest(graph)}
         name = hashlib.sha256(json.dumps(self._header, sort_keys=True).encode()).hexdigest()[:16]
@@ -126,7 +127,7 @@ def is_valid(graph: Graph, nodes: Sequence[int]) -> bool:
     return bool(runs.min() >= 1 and steps.max() <= 1 and np.all(graph.recomputable | (runs == 1)))
 
 
-def _entry(value: dict) -> Entry:
+def _entry(value: dict[str, Any]) -> Entry:
     """One entry of a file, its numbers checked.
 
     Raises:

@@ -78,7 +78,7 @@ class Candidate:
     @property
     def bottleneck(self) -> str:
         """Name of the op at the peak."""
-        return self.op_graph.names[self.plan.ops[self.memory.peak_step]]
+        return self.op_graph.names[int(self.plan.ops[self.memory.peak_step])]
 
 
 def cheapest(plans: Iterable[Candidate | None]) -> Candidate | None:

@@ -16,10 +16,12 @@ References:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from checkmate_tf.core.problem import OnProgress
 from checkmate_tf.planning.candidate import Candidate, cheapest
 from checkmate_tf.planning.planner import Planner
 
@@ -82,7 +84,7 @@ class JointPlanner:
         """No alternative and all of them, which is the same where there are none; the last resort, and the own ops."""
         return tuple(dict.fromkeys((NONE, self._all, *self._resorts)))
 
-    def plan(self, budget_bytes: int, *, time_limit_s: float, on_progress: Callable | None = None) -> Candidate:
+    def plan(self, budget_bytes: int, *, time_limit_s: float, on_progress: OnProgress | None = None) -> Candidate:
         """As `find`.
 
         Raises:
@@ -94,7 +96,7 @@ class JointPlanner:
         return found
 
     def find(
-        self, budget_bytes: int, *, time_limit_s: float, seed: int = 0, on_progress: Callable | None = None
+        self, budget_bytes: int, *, time_limit_s: float, seed: int = 0, on_progress: OnProgress | None = None
     ) -> Candidate | None:
         """The cheapest plan that was found within a budget, over all choices that were tried, or None.
 
@@ -106,24 +108,24 @@ class JointPlanner:
             seed: Of the searches.
             on_progress: As for `Planner.plan`.
         """
-        how = {"seed": seed, "on_progress": on_progress}
+        find = functools.partial(self._find, budget_bytes=budget_bytes, seed=seed, on_progress=on_progress)
         if len(self.extremes) == 1 or self._planner(NONE).store_all().peak_bytes <= budget_bytes:
-            return self._find(NONE, budget_bytes, time_limit_s=time_limit_s, **how)
+            return find(NONE, time_limit_s=time_limit_s)
         limit_s = _FIRST_SHARE * time_limit_s / _MOST_CHOICES
         found: dict[frozenset[str] | None, Candidate | None] = {}
         following = list(dict.fromkeys((NONE, self._all)))
         while following and len(found) < _MOST_CHOICES:
             chosen = following.pop(0)
-            found[chosen] = self._find(chosen, budget_bytes, time_limit_s=limit_s, **how)
+            found[chosen] = find(chosen, time_limit_s=limit_s)
             best = cheapest(found.values())
             if not following and best is not None:
                 following = [better for better in [self.chosen_for(best)] if better not in found]
         if best is None or best.overhead > _DEAR:
-            found |= {chosen: self._find(chosen, budget_bytes, time_limit_s=limit_s, **how) for chosen in self._resorts}
+            found |= {chosen: find(chosen, time_limit_s=limit_s) for chosen in self._resorts}
             best = cheapest(found.values())
-        chosen = self._least if best is None else best.chosen
+        last = self._least if best is None else best.chosen
         left_s = time_limit_s - len(found) * limit_s
-        return cheapest([best, self._find(chosen, budget_bytes, time_limit_s=left_s, **how)])
+        return cheapest([best, find(last, time_limit_s=left_s)])
 
     def minimum(self) -> Candidate:
         """The plan with the lowest peak that was found, in any of the extremes."""
@@ -143,8 +145,16 @@ class JointPlanner:
         full = np.flatnonzero(plan.memory.in_use_bytes >= _FULL * plan.memory.peak_bytes)
         return frozenset(site.where for site in self._sites if _is_held(site, plan, full))
 
-    def _find(self, chosen: frozenset[str] | None, budget_bytes: int, **how) -> Candidate | None:
-        found = self._planner(chosen).find(budget_bytes, **how)
+    def _find(
+        self,
+        chosen: frozenset[str] | None,
+        *,
+        budget_bytes: int,
+        time_limit_s: float,
+        seed: int,
+        on_progress: OnProgress | None,
+    ) -> Candidate | None:
+        found = self._planner(chosen).find(budget_bytes, time_limit_s=time_limit_s, seed=seed, on_progress=on_progress)
         return None if found is None else dataclasses.replace(found, chosen=chosen)
 
     @property

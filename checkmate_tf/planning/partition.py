@@ -67,10 +67,10 @@ class Waiting:
         """One that stands still while the allocator waits, a minute at most: a search might do little else."""
         return _WaitingClock(time_limit_s, self)
 
-    def __call__(self, *plan) -> int | None:
+    def __call__(self, *question: object) -> int | None:
         """As `allocator_peak`."""
         began_s = time.perf_counter()
-        peak = self._ask(*plan)
+        peak = self._ask(*question)
         asked_s = time.perf_counter() - began_s
         if peak is None and asked_s > _WAITED_S:
             self.waited_s += asked_s

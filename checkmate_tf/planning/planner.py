@@ -18,7 +18,7 @@ from checkmate_tf.budget import format_bytes
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.order import low_peak_order, permute, ready_order, side_by_side
 from checkmate_tf.core.plan import compile_plan
-from checkmate_tf.core.problem import Options
+from checkmate_tf.core.problem import OnProgress, Options
 from checkmate_tf.core.simulate import Memory, simulate, working_set_bytes
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planning import advice
@@ -125,7 +125,7 @@ class Planner:
         *,
         time_limit_s: float = 60.0,
         seed: int = 0,
-        on_progress: Callable[[float, float | None, float | None], None] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Candidate:
         """The cheapest plan found whose allocator peak is within the budget.
 
@@ -156,7 +156,7 @@ class Planner:
         *,
         time_limit_s: float,
         seed: int = 0,
-        on_progress: Callable[[float, float | None, float | None], None] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Candidate | None:
         """As `plan`, but returns None where no plan was found. No other strategy stands in for the one that was named.
 
@@ -176,7 +176,8 @@ class Planner:
                 return None
             found = self.search(budget_bytes, time_limit_s=clock.left_s, seed=seed, on_progress=on_progress)
             found = cheapest([found, small])  # of two alike, the one with a history
-        self._keep(found, budget_bytes, time_limit_s)
+        if found is not None:
+            self._keep(found, budget_bytes, time_limit_s)
         return found
 
     def _kept(self, budget_bytes: int, time_limit_s: float) -> Candidate | None:
@@ -218,7 +219,7 @@ class Planner:
         *,
         time_limit_s: float,
         seed: int = 0,
-        on_progress: Callable[[float, float | None, float | None], None] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Candidate | None:
         """As `find`, but without plans with small peaks."""
         self.forget_peaks()
@@ -233,10 +234,11 @@ class Planner:
             if candidate.peak_bytes > target_bytes:
                 began_s = time.perf_counter()
                 search = Search(self, target_bytes, _CONFIRMED_SHARE * clock.left_s, seed, on_progress)
-                candidate = search.run()
+                sought = search.run()
                 history = tuple(search.history)
-            if candidate is None:
-                break
+                if sought is None:
+                    break
+                candidate = sought
             found = self.confirmed(candidate, budget_bytes, bound_limit_s)
             if found is None:
                 found = self._as_cheap(candidate, budget_bytes, bound_limit_s)
@@ -244,9 +246,11 @@ class Planner:
                 break
             target_bytes -= max(self.placed(candidate, budget_bytes).peak_bytes - budget_bytes, budget_bytes // 200)
         found = found or self.known(budget_bytes, bound_limit_s) or self.confirmed(self.unordered(), budget_bytes)
-        order = None if found is None or not history else self._order_of(found)
+        if found is None:
+            return None
+        order = self._order_of(found) if history else None
         bounds = () if order is None else order.bounds(found.node_peak_bytes, began_s)
-        return None if found is None else dataclasses.replace(found, history=history, bounds=bounds)
+        return dataclasses.replace(found, history=history, bounds=bounds)
 
     def replacement(self, candidate: Candidate, budget_bytes: int, *, time_limit_s: float) -> Candidate | None:
         """A plan that keeps a budget now, in place of one that does not: a known one if it costs hardly more."""
@@ -410,7 +414,7 @@ class Planner:
         """Peak in bytes of tensors that are counted, everything included."""
         return candidate.memory.most_counted_bytes(self._uncounted_below_bytes) + self._base_bytes
 
-    def evaluate(self, order: Order, nodes: Sequence[int], *, own: bool = True) -> Candidate:
+    def evaluate(self, order: Order, nodes: Sequence[int] | np.ndarray, *, own: bool = True) -> Candidate:
         """Compiles and simulates a sequence of nodes, and asks the allocator.
 
         Args:
@@ -477,7 +481,10 @@ class Planner:
         reasons = [order.reason for order in self.orders if order.reason]
         if reasons:
             return NoScheduleFound(f'strategy "{self._strategy}" has no plan within the budget: {reasons[0]}')
+        said = f"no schedule within {format_bytes(budget_bytes)} ({budget_bytes:,} bytes) was found in time."
         smallest = self.smallest_seen()
+        if smallest is None:
+            return NoScheduleFound(f"{said} Try: a larger time limit, a smaller batch, or a larger budget.")
         hint = self._hint(smallest)
         if smallest.peak_bytes <= budget_bytes:
             hint = (
@@ -485,10 +492,7 @@ class Planner:
                 f"({smallest.peak_bytes:,} bytes), but in the memory that the device has left, its allocator finds no "
                 "place for it. Try: a smaller batch, or a higher limit of the device's memory."
             )
-        return NoScheduleFound(
-            f"no schedule within {format_bytes(budget_bytes)} ({budget_bytes:,} bytes) was found in time. {hint}",
-            best_peak_bytes=smallest.peak_bytes,
-        )
+        return NoScheduleFound(f"{said} {hint}", best_peak_bytes=smallest.peak_bytes)
 
     def smallest_seen(self) -> Candidate | None:
         """The plan with the lowest peak seen since memory last changed, with a peak that `plan` can be held to."""

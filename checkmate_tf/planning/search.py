@@ -13,7 +13,7 @@ import numpy as np
 
 from checkmate_tf.core.coarsen import Coarse, coarsen, small_bytes_of
 from checkmate_tf.core.opgraph import Costs, OpGraph
-from checkmate_tf.core.problem import Options, Solution
+from checkmate_tf.core.problem import OnProgress, Options, Solution
 from checkmate_tf.core.schedule import SequenceSchedule
 from checkmate_tf.planning.archive import Archive, Entry, joined
 from checkmate_tf.planning.candidate import Candidate
@@ -99,7 +99,7 @@ class Order:
     def _remember(self, entry: Entry) -> None:
         self.kept = joined(self.kept, entry)
         nodes = np.array(entry.nodes, dtype=np.int64)
-        self.tried[nodes.tobytes()] = self.costs.sequence_s(np.array(self.coarse.op_sequence(nodes)))
+        self.tried[nodes.tobytes()] = self.costs.sequence_s(np.array(self.coarse.op_sequence(nodes), dtype=np.int64))
         if entry.bound is not None:
             budget_bytes = self.coarse.graph.fixed_bytes + entry.room_bytes
             self._bounds.append(_Bound(-np.inf, budget_bytes, entry.bound, entry.bound_of))
@@ -154,7 +154,9 @@ class Order:
 class Search:
     """One search for a plan within one budget."""
 
-    def __init__(self, planner: Planner, budget_bytes: int, time_limit_s: float, seed: int, on_progress):
+    def __init__(
+        self, planner: Planner, budget_bytes: int, time_limit_s: float, seed: int, on_progress: OnProgress | None
+    ):
         self._planner = planner
         self._budget = budget_bytes
         self._clock = planner.clock(time_limit_s)
@@ -290,7 +292,7 @@ class Search:
         close = [p for p in order.solver.front() if least <= p.peak_bytes <= most and p.cost <= most_s]
         return sorted(close, key=lambda point: point.cost)[:MOST_NEIGHBOURS]
 
-    def _consider(self, order: Order, nodes: Sequence[int]) -> Candidate:
+    def _consider(self, order: Order, nodes: Sequence[int] | np.ndarray) -> Candidate:
         began_s = self._clock.elapsed_s
         candidate = self._planner.placed(self._planner.evaluate(order, nodes), self._budget)
         self._ask_s = max(self._ask_s, self._clock.elapsed_s - began_s)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import abc
 import threading
 import time
-from collections.abc import Callable
 
 from checkmate_tf.core.graph import Graph
-from checkmate_tf.core.problem import Options, Solution, Status, Stop
+from checkmate_tf.core.problem import OnProgress, Options, Solution, Status, Stop
 from checkmate_tf.solvers.staged import StagedSchedule
 
 
@@ -56,7 +55,7 @@ class Pool:
     Shared by the searches of one solver, from call to call and between threads.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._front: list[StagedSchedule] = []  # ascending peak, descending cost
 
@@ -96,7 +95,7 @@ class Recorder:
         self._budget_bytes = budget_bytes
         self.clock = clock
         clock.stop = options.stop
-        self._report: Callable | None = options.on_progress
+        self._report: OnProgress | None = options.on_progress
         self._lock = threading.Lock()
         self.history: list[tuple[float, float]] = []
         self.bound: float | None = None
