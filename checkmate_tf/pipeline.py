@@ -83,6 +83,7 @@ class ProfiledStep:
         self._spec = spec
         self.chosen = chosen
         self._plain_peak_bytes: int | None = None
+        self._most_bytes: int | None = None
         self._forms: dict[frozenset[str] | None, ProfiledStep] = {chosen: self}
         self.phases_s: dict[str, float] = {}
         with self.phase("trace"):
@@ -215,12 +216,17 @@ class ProfiledStep:
         fed = [max(1, size) for size in self._fed_bytes]
         disturbing = [[*self._large_constants, *fed * count] for count in range(states)]
         enough = None if enough_bytes is None else enough_bytes - beside_bytes
-        peak = dividers.allocator_peak(memory, self.device, partition, disturbing, enough)
+        most = None if self._most_bytes is None else self._most_bytes - beside_bytes
+        peak = dividers.allocator_peak(memory, self.device, partition, disturbing, enough, most)
         return None if peak is None else peak + beside_bytes
+
+    def stay_within(self, nbytes: int) -> None:
+        """From now on no plan is played on the device's allocator that takes more: it counts as one without room."""
+        self._most_bytes = nbytes
 
     def divide(self, partition: Sequence[int]) -> list[tf.Tensor]:
         """Divides the device's free memory for as long as what is returned is held."""
-        return dividers.divide(partition, self.device)
+        return dividers.divide(partition, self.device, self._most_bytes)
 
     def seats(self) -> Seats:
         """Seats for batches, one for each state of memory, and for the small tensors of the step."""

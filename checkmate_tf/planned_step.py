@@ -213,11 +213,14 @@ class PlannedStep:
             self._dividers = self._profiled.divide(self.candidate.partition) if self._is_ready else []
         if self._is_ready:
             return
-        self._profiled.ready_to_run()
-        self._seats.take()
-        if can_move:
-            batch.append(seat(batch, self._profiled.device))
-        self._seats.take_for_small()
+        if self._has_trained:  # then planning stays within the budget, too
+            self._profiled.stay_within(self.budget_bytes)
+        else:
+            self._profiled.ready_to_run()
+            self._seats.take()
+            if can_move:
+                batch.append(seat(batch, self._profiled.device))
+            self._seats.take_for_small()
         if not self._take_plan_for_now():
             if not self._has_trained:
                 raise self._refusal or self._profiled.planner.not_found(self.budget_bytes)

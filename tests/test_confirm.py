@@ -61,6 +61,7 @@ def stubbed(soon, later, *, confirmed=lambda _: None):
         ),
         device="CPU:0",
         ready_to_run=turns("CPU:0").moved,
+        stay_within=lambda _: None,
         phase=lambda _: contextlib.nullcontext(),
         build=lambda candidate: ("function of", candidate),
         divide=lambda _: [],

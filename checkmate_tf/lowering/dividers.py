@@ -24,6 +24,7 @@ def allocator_peak(
     partition: Sequence[int] = (),
     disturbing_bytes: Sequence[Sequence[int]] = ((),),
     enough_bytes: int | None = None,
+    most_bytes: int | None = None,
 ) -> int | None:
     """The highest peak that the device's allocator reports for a simulated plan, from the state it is in and others.
 
@@ -34,9 +35,10 @@ def allocator_peak(
         disturbing_bytes: For each run of the plan, sizes of blocks that are held meanwhile. A batch that comes to lie
             elsewhere does as much. They do not count, but what they get beyond their sizes does.
         enough_bytes: A run that takes this much is the last.
+        most_bytes: That may be in use meanwhile, everything included, rounding aside.
 
     Returns:
-        Bytes, what is in use already included; None where the memory runs out.
+        Bytes, what is in use already included; None where the memory runs out, or more than `most_bytes` is needed.
     """
     if _is_beyond_limit(memory.peak_bytes, device):
         return None
@@ -44,20 +46,22 @@ def allocator_peak(
     events = memory.event_buffer[counted], memory.event_bytes[counted]
     if _is_beyond_limit(sum(partition), device) or foresight.runs_out(*events, device, partition, disturbing_bytes):
         return None
-    dividers = _dividers(partition, device)
+    dividers = _dividers(partition, device, most_bytes)
     if dividers is None:
-        foresight.learn(device)
+        if most_bytes is None:
+            foresight.learn(device)
         return None
     worst = 0
     for sizes in disturbing_bytes:
         with tf.device(device):
             blocks = [_allocate(size) for size in sizes]
         fit = all(block is not None for block in blocks)
-        played = rehearse(*events, device=device) if fit else None
+        played = rehearse(*events, device=device, most_bytes=most_bytes) if fit else None
         del blocks
         if played is None or not played.fits:
             del dividers
-            foresight.learn(device)
+            if most_bytes is None:
+                foresight.learn(device)
             return None
         worst = max(worst, played.peak_bytes - devices.counted_bytes(device, sizes))
         if enough_bytes is not None and worst >= enough_bytes:
@@ -66,7 +70,7 @@ def allocator_peak(
     return worst
 
 
-def divide(partition: Sequence[int], device: str) -> list[tf.Tensor]:
+def divide(partition: Sequence[int], device: str, most_bytes: int | None = None) -> list[tf.Tensor]:
     """Divides free memory, for as long as what is returned is held.
 
     Args:
@@ -74,21 +78,28 @@ def divide(partition: Sequence[int], device: str) -> list[tf.Tensor]:
             for the first. What lies behind the last divider stays in one piece.
         device: Device whose memory is meant. Addresses can be seen on a CPU only; elsewhere each divider is
             taken to lie where it should.
+        most_bytes: As for `allocator_peak`.
 
     Returns:
         The dividers, one for each part that has room behind it, and none where memory runs out. Each is small
         beside its part, but large enough for the allocator to count it.
     """
-    return _dividers(partition, device) or []
+    return _dividers(partition, device, most_bytes) or []
 
 
-def _dividers(partition: Sequence[int], device: str) -> list[tf.Tensor] | None:
-    """As `divide`, or None where memory runs out."""
+def _dividers(partition: Sequence[int], device: str, most_bytes: int | None) -> list[tf.Tensor] | None:
+    """As `divide`, or None where memory runs out, or more than `most_bytes` is needed."""
+
+    def allocate(nbytes: int) -> tf.Tensor | None:
+        if most_bytes is not None and devices.in_use_bytes(device) + nbytes > most_bytes:
+            return None
+        return _allocate(nbytes)
+
     if _is_beyond_limit(sum(partition), device):
         return None
     lies_behind = _lies_behind if devices.is_cpu(device) else lambda *_: True
     with tf.device(device):
-        return dividing.divide(partition, devices.uncounted_below_bytes(device), _allocate, lambda _: None, lies_behind)
+        return dividing.divide(partition, devices.uncounted_below_bytes(device), allocate, lambda _: None, lies_behind)
 
 
 def _allocate(nbytes: int) -> tf.Tensor | None:

@@ -42,7 +42,9 @@ EMPTY = "_ParallelConcatStart"  # makes a tensor, and nothing else
 _DUMP_VARIABLE = "TF_BFC_MEMORY_DUMP"
 
 
-def rehearse(buffer: np.ndarray, nbytes: np.ndarray, *, device: str = "CPU:0") -> Playback:
+def rehearse(
+    buffer: np.ndarray, nbytes: np.ndarray, *, device: str = "CPU:0", most_bytes: int | None = None
+) -> Playback:
     """Plays events on the real allocator and reports what it counted.
 
     Whatever is live at the end is freed.
@@ -52,6 +54,7 @@ def rehearse(buffer: np.ndarray, nbytes: np.ndarray, *, device: str = "CPU:0") -
         nbytes: int, bytes to allocate (> 0), a free of the buffer (< 0), or nothing (0), as in
             `core.allocator.play`.
         device: Device whose allocator is meant.
+        most_bytes: In use at once, everything included: a request that would take more is not made, and does not fit.
 
     Returns:
         Peak and timeline, both including what was in use before. `pool_bytes` is None. If a request
@@ -69,7 +72,7 @@ def rehearse(buffer: np.ndarray, nbytes: np.ndarray, *, device: str = "CPU:0") -
     tf.config.experimental.reset_memory_stats(device)
     timeline: list[int] = []
     with tf.device(device):
-        fits = _play_into(timeline, ids, sizes, device)
+        fits = _play_into(timeline, ids, sizes, device, most_bytes or _MORE_THAN_ANY_LIMIT)
     in_use_bytes = np.array(timeline, np.int64)
     in_use_bytes.flags.writeable = False
     peak = int(max(_memory(device)["peak"], start_bytes))
@@ -169,21 +172,25 @@ def _dump_to(prefix: pathlib.Path) -> Iterator[None]:
             os.environ[_DUMP_VARIABLE] = old
 
 
-def _play_into(timeline: list[int], ids: list[int], sizes: list[int], device: str) -> bool:
+def _play_into(timeline: list[int], ids: list[int], sizes: list[int], device: str, most_bytes: int) -> bool:
     """Appends the bytes in use after each event; false if a request did not fit."""
     live: dict[int, tf.Tensor] = {}
+    in_use_bytes = _memory(device)["current"]
     memory_info = context.context().get_memory_info  # what is around it in tf.config takes as long as an allocation
     for index, (name, size) in enumerate(zip(ids, sizes, strict=True)):
         if size > 0:
             if name in live:
                 raise GraphError(f"Event {index} allocates buffer {name}, which is live already.")
+            if in_use_bytes + size > most_bytes:
+                return False
             try:
                 live[name] = empty(size)
             except tf.errors.ResourceExhaustedError:
                 return False
         elif size < 0 and live.pop(name, None) is None:
             raise GraphError(f"Event {index} frees buffer {name}, which is not live.")
-        timeline.append(memory_info(device)["current"])
+        in_use_bytes = memory_info(device)["current"]
+        timeline.append(in_use_bytes)
     return True
 
 

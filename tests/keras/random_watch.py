@@ -10,7 +10,6 @@ import keras
 import tensorflow as tf
 
 from checkmate_tf.keras import train_step
-from checkmate_tf.lowering import device as devices
 
 DEVICE = "CPU:0"
 _CALL = "call_unoptimized"  # through which all functions run that the package builds
@@ -37,7 +36,7 @@ class Watch:
         callers = [module for name, module in sys.modules.items() if name.startswith("checkmate_tf.")]
         self._patches = [
             *(mock.patch.object(m, _CALL, self._called(getattr(m, _CALL))) for m in callers if _CALL in vars(m)),
-            mock.patch.object(devices, "reset_peak", self._reset),
+            mock.patch.object(tf.config.experimental, "reset_memory_stats", self._reset),
         ]
 
     def __enter__(self) -> Watch:
@@ -64,7 +63,7 @@ class Watch:
         _reset_peak()
 
     def _reset(self, device: str) -> None:
-        """In place of the function by which a planned step measures itself."""
+        """In place of the function by which planning and planned steps measure themselves."""
         del device
         self._seen_bytes = max(self._seen_bytes, _peak_bytes())
         _reset_peak()
@@ -92,8 +91,11 @@ def peak_of(run: Callable[[], None]) -> int:
     return _peak_bytes()
 
 
+_reset_memory_stats = tf.config.experimental.reset_memory_stats  # as it is where a Watch is not entered
+
+
 def _reset_peak() -> None:
-    tf.config.experimental.reset_memory_stats(DEVICE)
+    _reset_memory_stats(DEVICE)
 
 
 def _peak_bytes() -> int:
