@@ -13,7 +13,7 @@ from checkmate_tf.core.validate import validate_forks
 from checkmate_tf.planning.candidate import Candidate
 from checkmate_tf.planning.partition import STATES, AllocatorPeak
 
-_ORDERS = 3  # of the events of all forks, drawn at random
+_ORDERS, _FEW_ORDERS = 12, 3  # of the events of all forks, drawn at random: for those chosen, and to choose
 _UNSEEN = 2  # times what those differ by: how much more another order may take
 _SEED = 1  # of those; other ones than a trial draws
 _LEAST_SAVED = 0.02  # of a plan's time by all forks, at best: to run lanes at all costs about 0.01
@@ -53,9 +53,9 @@ def forked(
     counted = memory.with_events(memory.large_events(uncounted_below_bytes))
     trial = Trial(divided(chain.partition, uncounted_below_bytes), graph, plan, counted)
 
-    def peaks_within(forks: list[Fork]) -> list[int]:
+    def peaks_within(forks: Sequence[Fork], orders: int = _FEW_ORDERS) -> list[int]:
         rng, peaks = np.random.default_rng(_SEED), []
-        for _ in range(_ORDERS):
+        for _ in range(orders):
             peak = allocator_peak(trial.in_some_order(forks, rng), chain.partition, STATES, budget_bytes + 1)
             if peak is None:
                 raise _RanOutError
@@ -65,7 +65,9 @@ def forked(
         return peaks if max(peaks) + _UNSEEN * (max(peaks) - min(peaks)) <= budget_bytes else []
 
     try:
-        forks, peaks = _most(candidate.forks or trial.harmless(possible), peaks_within)
+        forks = _most(candidate.forks or trial.harmless(possible), peaks_within)
+        while _save_enough(forks, chain) and not (peaks := peaks_within(forks, _ORDERS)):
+            forks = _better_half(forks)
     except _RanOutError:  # near a hard limit, where each such answer takes the allocator ten seconds
         return chain
     if not _save_enough(forks, chain):
@@ -79,25 +81,34 @@ def _save_enough(forks: Sequence[Fork], chain: Candidate) -> bool:
     return bool(forks) and sum(fork.gain_s for fork in forks) >= _LEAST_SAVED * chain.time_s
 
 
-def _most(forks: Sequence[Fork], peaks_within: Callable[[list[Fork]], list[int]]) -> tuple[list[Fork], list[int]]:
+def _most(forks: Sequence[Fork], peaks_within: Callable[[Sequence[Fork]], list[int]]) -> list[Fork]:
     """All of some forks, or what is left without those, found by halving, with which the budget is not kept.
 
     Args:
         forks: To choose from.
         peaks_within: Peaks with some forks, in the orders tried; none where the budget is not kept.
-
-    Returns:
-        The forks, and the peaks with them.
     """
     kept: list[Fork] = []
-    peaks: list[int] = []
-    parts = [sorted(forks, key=lambda fork: fork.gain_s, reverse=True)]
+    parts = [sorted(forks, key=_gain, reverse=True)]
     for _ in range(_MOST_ASKED):
         if not parts:
             break
         part = parts.pop()
-        if found := peaks_within(sorted([*kept, *part], key=lambda fork: fork.begin)):
-            kept, peaks = [*kept, *part], found
+        if peaks_within(sorted([*kept, *part], key=_begin)):
+            kept += part
         elif len(part) > 1:
             parts += [part[len(part) // 2 :], part[: len(part) // 2]]
-    return sorted(kept, key=lambda fork: fork.begin), peaks
+    return sorted(kept, key=_begin)
+
+
+def _better_half(forks: Sequence[Fork]) -> list[Fork]:
+    """Those that save the most."""
+    return sorted(sorted(forks, key=_gain, reverse=True)[: len(forks) // 2], key=_begin)
+
+
+def _gain(fork: Fork) -> float:
+    return fork.gain_s
+
+
+def _begin(fork: Fork) -> int:
+    return fork.begin

@@ -191,7 +191,7 @@ class _Check:
             "notes": list(report.notes),
         }
         if over := watch.above(report.budget_bytes + self.more_bytes):
-            row |= {"outcome": "over", "why": over}
+            row |= {"outcome": "over", "why": f"{over}. {' '.join(report.notes)}"}
         return row, end
 
     def _planned(self, budget_bytes: int, **options):
