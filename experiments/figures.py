@@ -17,8 +17,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
-from readme_table import by_case, part_of_plain, with_plan
 from recording import RESULTS, read_rows
+from tables import by_case, part_of_plain, with_plan
 
 from checkmate_tf.plots import style
 

@@ -1,11 +1,11 @@
-"""Committed results hold what they say, and the README quotes them to the letter."""
+"""Committed results hold what they say, and the README and docs/ quote them to the letter."""
 
-import importlib.util
 import json
 import pathlib
 
 import figures
 import pytest
+import tables
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
@@ -31,18 +31,17 @@ def test_every_plan_kept_its_budget_from_the_first_step_on_and_its_prediction(re
     assert {row["case"] for row in planned} == {row["case"] for row in result["rows"]}
 
 
-@pytest.fixture(scope="module")
-def readme_table():
-    spec = importlib.util.spec_from_file_location("readme_table", ROOT / "experiments" / "readme_table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def page(name):
+    """A page in one line, wherever its lines break."""
+    return " ".join((ROOT / "docs" / name).read_text().split())
 
 
-def test_readme_quotes_the_results(readme_table):
-    readme = (ROOT / "README.md").read_text()
-    assert readme_table.with_tables(readme) == readme
-    assert "experiments/results/within_budget.png" in readme
+def test_pages_quote_the_results():
+    pages = [path.read_text() for path in tables.PAGES]
+    assert [tables.with_tables(text) for text in pages] == pages
+    for name in tables.TABLES:
+        assert sum(f"<!-- {name} table: begin" in text for text in pages) == 1
+    assert "experiments/results/within_budget.png" in pages[0]
 
 
 def test_the_picture_holds_the_measured_points(result):
@@ -52,11 +51,11 @@ def test_the_picture_holds_the_measured_points(result):
     assert {(row["measured_peak_bytes"] / row["plain_peak_bytes"], row["time_ratio"]) for row in rows} <= drawn
 
 
-def test_peers_are_shown_with_what_is_wrong_with_them(readme_table):
+def test_peers_are_shown_with_what_is_wrong_with_them():
     row = {"case": "Transformer", "peer": "by hand", "plain_peak_bytes": 100, "peer_peak_bytes": 40}
     row |= {"peer_time_ratio": 1.3, "peer_gradient_error": 0.0865, "peer_statistics_error": None}
     planned = {"planned_peak_bytes": 39, "planned_time_ratio": 1.1, "planned_gradient_error": 0.0}
-    lines = readme_table.peers_table(
+    lines = tables.peers_table(
         {"rows": [row | planned, row, {"case": "VGG16", "peer": "scope", "error": "TypeError"}]}
     ).splitlines()
     assert lines[2] == "| Transformer | by hand | 0.40 | 1.30 | 0.39 | 1.10 | 0.09 / 0 | - / - |"
@@ -65,19 +64,19 @@ def test_peers_are_shown_with_what_is_wrong_with_them(readme_table):
     assert len({line.count("|") for line in lines}) == 1
 
 
-def test_readme_says_what_rounding_does():
+def test_the_docs_say_what_rounding_does():
     content = json.loads((RESULTS / "rounding.json").read_text())
     last = {
         (row["optimizer"], row["conv_biases"], row["program"]): row["distance_of_weights"][-1]
         for row in content["rows"]
     }
-    readme = (ROOT / "README.md").read_text()
+    lines = (ROOT / "docs" / "strategies.md").read_text().splitlines()
     for label, optimizer, biases in (
         ("SGD", "sgd", False),
         ("Adam", "adam", False),
         ("Adam, convolutions with biases", "adam", True),
     ):
-        line = next(line for line in readme.splitlines() if line.startswith(f"| {label} |"))
+        line = next(line for line in lines if line.startswith(f"| {label} |"))
         quoted = [float(cell.split()[0]) for cell in line.strip("|").split("|")[1:]]
         assert quoted == [last[optimizer, biases, program] for program in ("plain", "plain, moved", "fused")]
         assert last[optimizer, biases, "fused"] <= max(1e-4, 2 * last[optimizer, biases, "plain"])
@@ -90,9 +89,9 @@ def test_more_alternatives_never_need_more_memory():
     for case in cases:
         assert ratio[case, "none"] == 1
         assert ratio[case, "all"] <= min(ratio[case, "output"], ratio[case, "intermediate"]) <= 1
-    readme = (ROOT / "README.md").read_text()
+    said = page("strategies.md")
     for case in cases:
-        assert f"{case} {ratio[case, 'all']:.2f}" in readme
+        assert f"{case} {ratio[case, 'all']:.2f}" in said
 
 
 def test_no_limit_that_was_promised_was_broken():
@@ -101,7 +100,7 @@ def test_no_limit_that_was_promised_was_broken():
     trained = [row for row in rows if row["outcome"] == "trained"]
     assert len(refused) + len(trained) == len(rows)
     assert all(row["measured_peak_bytes"] <= row["budget_bytes"] < row["limit_mib"] << 20 for row in trained)
-    readme = (ROOT / "README.md").read_text()
-    assert f"At {len(trained)} of {len(rows)} limits" in readme
+    said = page("measurements.md")
+    assert f"At {len(trained)} of {len(rows)} limits" in said
     assert all(row["budget_bytes"] < 1.1 * row["least_bytes"] for row in refused)
-    assert "less than 1.1 times" in readme
+    assert "less than 1.1 times" in said

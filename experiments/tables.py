@@ -1,6 +1,6 @@
-"""Writes what README.md quotes of `results/*.json` between its markers.
+"""Writes what README.md and the pages in docs/ quote of `results/*.json` between their markers.
 
-    python experiments/readme_table.py
+    python experiments/tables.py
 
 A result that has not been measured yet leaves a line that says with which command it is. The README's picture is
 drawn by `python experiments/figures.py within_budget`.
@@ -180,6 +180,7 @@ def by_case(rows: list[dict]) -> Iterator[list[dict]]:
         yield [row for row in rows if row["case"] == case]
 
 
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLES = {
     "glance": (RESULTS / "within_budget.json", glance_table),
     "measured": (RESULTS / "within_budget.json", measured_table),
@@ -192,14 +193,16 @@ TABLES = {
 }
 
 
-def with_tables(readme: str) -> str:
-    """The README with what is between each pair of markers made anew."""
+def with_tables(page: str) -> str:
+    """A page with what is between each pair of markers made anew."""
     for name, (path, table) in TABLES.items():
-        begin = readme.index("\n", readme.index(f"<!-- {name} table: begin")) + 1
-        end = readme.index(f"<!-- {name} table: end -->")
-        text = table(json.loads(path.read_text())) if path.exists() else _not_measured(path)
-        readme = f"{readme[:begin]}{text}\n{readme[end:]}"
-    return readme
+        marker = f"<!-- {name} table: begin"
+        if marker in page:
+            begin = page.index("\n", page.index(marker)) + 1
+            end = page.index(f"<!-- {name} table: end -->")
+            text = table(json.loads(path.read_text())) if path.exists() else _not_measured(path)
+            page = f"{page[:begin]}{text}\n{page[end:]}"
+    return page
 
 
 def _not_measured(path: pathlib.Path) -> str:
@@ -207,9 +210,9 @@ def _not_measured(path: pathlib.Path) -> str:
 
 
 def main() -> int:
-    """Rewrites README.md."""
-    readme = ROOT / "README.md"
-    readme.write_text(with_tables(readme.read_text()))
+    """Rewrites the pages."""
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text()))
     return 0
 
 
