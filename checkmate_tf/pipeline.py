@@ -75,10 +75,21 @@ class ProfiledStep:
         spec: The argument as (nested) tf.TensorSpec with static shapes.
         settings: What the user asked for.
         chosen: Names of the ops at which alternatives are taken, or `OWN`: the model's own ops everywhere.
+        in_training: Training goes on, with other batches: planning takes no more memory than the budget then, so that
+            nothing is moved, no room is made, and no plan is played that takes more.
     """
 
-    def __init__(self, step: Callable, spec, settings: Settings, chosen: frozenset[str] | None = NONE):
+    def __init__(
+        self,
+        step: Callable,
+        spec,
+        settings: Settings,
+        chosen: frozenset[str] | None = NONE,
+        *,
+        in_training: bool = False,
+    ):
         self.settings = settings
+        self.in_training = in_training
         self._step = step
         self._spec = spec
         self.chosen = chosen
@@ -116,6 +127,7 @@ class ProfiledStep:
                 self._extracted or extract(self._trace(self._spec)),
                 self.device,
                 cache_dir=self.settings.cache_dir,
+                in_one_block=not self.in_training,
                 on_progress=lambda done, todo: self.settings.progress("profile", done / max(todo, 1)),
             )
 
@@ -222,7 +234,8 @@ class ProfiledStep:
 
     def stay_within(self, nbytes: int) -> None:
         """From now on no plan is played on the device's allocator that takes more: it counts as one without room."""
-        self._most_bytes = nbytes
+        for form in self._forms.values():
+            form._most_bytes = nbytes
 
     def divide(self, partition: Sequence[int]) -> list[tf.Tensor]:
         """Divides the device's free memory for as long as what is returned is held."""
@@ -248,6 +261,8 @@ class ProfiledStep:
 
     def tidy(self) -> None:
         """Moves the variables together, where there is room for that: other steps may have scattered them."""
+        if self.in_training:
+            return
         turns(self.device).moved()
         gather(self.device, self.traced.interface.variables, self.make_room(self._room_bytes))
 
@@ -281,7 +296,8 @@ class ProfiledStep:
         It is at least what a call takes, counted or not: a fraction of nothing would be no budget.
         """
         if self._plain_peak_bytes is None:
-            predicted = self.unmodified().planner.unmodified_peak_bytes(devices.workers(self.device))
+            planner, workers = self.unmodified().planner, devices.workers(self.device)
+            predicted = planner.ready_bytes() if self.in_training else planner.unmodified_peak_bytes(workers)
             self._plain_peak_bytes = max(_CALL_BYTES, predicted)
         return self._plain_peak_bytes
 
@@ -315,8 +331,8 @@ class ProfiledStep:
         Each form is traced and profiled once.
         """
         if chosen not in self._forms:
-            form = ProfiledStep(self._step, self._spec, self.settings, chosen)
-            form._plain_peak_bytes = self._plain_peak_bytes
+            form = ProfiledStep(self._step, self._spec, self.settings, chosen, in_training=self.in_training)
+            form._plain_peak_bytes, form._most_bytes = self._plain_peak_bytes, self._most_bytes
             form.phases_s = self.phases_s
             self._forms[chosen] = form
         return self._forms[chosen]

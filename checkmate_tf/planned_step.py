@@ -87,6 +87,8 @@ class PlannedStep:
         """
         settings, budget_bytes = profiled.settings, profiled.budget_bytes()
         limit_s = settings.time_limit_s
+        if profiled.in_training:
+            profiled.stay_within(budget_bytes)
         with profiled.phase("solve"):
             joint = profiled.joint()
             try:

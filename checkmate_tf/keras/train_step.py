@@ -349,7 +349,8 @@ class PlannedTraining:
         if not _is_overridden(self._model, "train_step"):  # which may train other models than this one
             self._build(data)
             _check_trainable(self._model)
-        return ProfiledStep(self._step, batch.spec_of(data), self._settings_for(data), chosen)
+        settings = self._settings_for(data)
+        return ProfiledStep(self._step, batch.spec_of(data), settings, chosen, in_training=self._has_trained)
 
     def _build(self, data) -> None:
         """Makes the variables that are still to be made: a trace that fails would leave its own without values."""

@@ -399,6 +399,12 @@ class Planner:
         peak = self._allocator_peak(candidate.memory, (), STATES)
         return dataclasses.replace(candidate, peak_bytes=NEVER if peak is None else peak)
 
+    def ready_bytes(self) -> int:
+        """Peak of the unmodified step's tensors, everything included: what `unordered` takes at least."""
+        ordered, costs = permute(self._op_graph, self._costs, ready_order(self._op_graph))
+        memory = simulate(ordered, compile_plan(ordered, range(ordered.n)), costs.workspace_bytes, costs.requests)
+        return memory.most_counted_bytes(self._uncounted_below_bytes) + self._base_bytes
+
     def unmodified_peak_bytes(self, workers: int) -> int:
         """Peak of the unmodified step, of whose ops so many run at once: the higher of those one by one and so."""
         peak_bytes = self.unordered().peak_bytes

@@ -7,6 +7,7 @@ import dataclasses
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.order import permute, permute_graph
 from checkmate_tf.core.plan import compile_plan
+from checkmate_tf.core.schedule import first_runs
 from checkmate_tf.core.simulate import simulate
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import GraphError
@@ -79,27 +80,72 @@ def follow(candidate: Candidate, op_graph: OpGraph) -> Candidate | None:
     """The same ops in the same order for a part of the batch, of which nothing is measured.
 
     No tensor of it is larger than the whole batch's, so what the whole one's plan needs and costs is a bound on both.
+    Some ops may be there in one of the two only: TensorFlow simplifies a batch of one row as no other.
 
     Args:
         candidate: A plan of the step with the whole batch.
         op_graph: The step with a part of it, in any order.
 
     Returns:
-        A candidate with the peak and the time of the whole batch's; None where the steps' ops differ.
+        A candidate with the peak and the time of the whole batch's; None where the part's tensors take more in that
+        order, or it cannot run in it.
 
     Raises:
         InvalidPlan: The checker refuses it.
     """
-    order = _order_in(candidate, op_graph)
+    order, ops = _order_in(candidate, op_graph), candidate.plan.ops.tolist()
+    has_same_ops = order is not None
     if order is None:
-        return None
+        sequence = _sequence_in(candidate, op_graph)
+        order = first_runs(sequence).tolist()
+        place = {op: k for k, op in enumerate(order)}
+        ops = [place[op] for op in sequence]
     ordered = permute_graph(op_graph, order)
     try:
-        plan = compile_plan(ordered, candidate.plan.ops)
+        ordered.check()
+        plan = compile_plan(ordered, ops)
     except GraphError:  # the same names, but other edges
         return None
     validate(ordered, plan)
+    if not has_same_ops and simulate(_as_in(candidate, ordered), plan).peak_bytes > candidate.memory.peak_bytes:
+        return None
     return dataclasses.replace(candidate, op_graph=ordered, plan=plan, forks=(), nodes=None)
+
+
+def _as_in(candidate: Candidate, op_graph: OpGraph) -> OpGraph:
+    """A step whose ops take over what they do in a plan's: which of them can is known of steps that were profiled."""
+    known = {name: op for op, name in enumerate(candidate.op_graph.names)}
+    takeover: list[tuple[int, ...]] = []
+    for name, inputs in zip(op_graph.names, op_graph.inputs, strict=True):
+        op = known.get(name)
+        before = () if op is None else candidate.op_graph.inputs[op]
+        is_same = op is not None and len(before) == len(inputs)
+        takeover.append(tuple(inputs[before.index(t)] for t in candidate.op_graph.takeover[op]) if is_same else ())
+    return dataclasses.replace(op_graph, takeover=tuple(takeover))
+
+
+def _sequence_in(candidate: Candidate, op_graph: OpGraph) -> list[int]:
+    """A plan's ops in a step that lacks some of them; others that it has run right before what needs them."""
+    number = {name: op for op, name in enumerate(op_graph.names)}
+    known = set(candidate.op_graph.names)
+    sequence: list[int] = []
+    there: set[int] = set()
+
+    def run(op: int) -> None:
+        for before in sorted(op_graph.deps[op]):
+            if before not in there and op_graph.names[before] not in known:
+                run(before)
+        there.add(op)
+        sequence.append(op)
+
+    for op in candidate.plan.ops.tolist():
+        name = candidate.op_graph.names[op]
+        if name in number:
+            run(number[name])
+    for op in range(op_graph.n):
+        if op not in there:
+            run(op)
+    return sequence
 
 
 def _order_in(candidate: Candidate, op_graph: OpGraph) -> list[int] | None:
