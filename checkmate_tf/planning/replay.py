@@ -119,8 +119,8 @@ def _as_in(candidate: Candidate, op_graph: OpGraph) -> OpGraph:
     for name, inputs in zip(op_graph.names, op_graph.inputs, strict=True):
         op = known.get(name)
         before = () if op is None else candidate.op_graph.inputs[op]
-        is_same = op is not None and len(before) == len(inputs)
-        takeover.append(tuple(inputs[before.index(t)] for t in candidate.op_graph.takeover[op]) if is_same else ())
+        taken = () if op is None or len(before) != len(inputs) else candidate.op_graph.takeover[op]
+        takeover.append(tuple(inputs[before.index(t)] for t in taken))
     return dataclasses.replace(op_graph, takeover=tuple(takeover))
 
 

@@ -28,6 +28,10 @@ def conv_layers(*, depth=3, filters=8, dropout=0.2):
     return stack
 
 
+LARGEST_BYTES = 8 * BATCH * SIZE * SIZE * 8
+"""Of the tensors in a step of `sequential`. The allocator may round one up by as much, where memory lies in pieces."""
+
+
 def head(units=CLASSES):
     return [layers.GlobalAveragePooling2D(), layers.Dense(units)]
 
