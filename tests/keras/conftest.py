@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import keras
@@ -14,6 +17,7 @@ from tight import train_tightly
 import checkmate_tf
 
 TOLERANCE = 1e-9
+_ALONE = "CHECKMATE_TF_TEST_ALONE"
 
 
 @pytest.fixture(autouse=True)
@@ -102,3 +106,23 @@ def state(model):
 
 def values_of(variable):
     return tf.convert_to_tensor(getattr(variable, "value", variable)).numpy()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Runs a test marked `alone` in a process of its own: what others left in the allocator would decide it."""
+    if pyfuncitem.get_closest_marker("alone") is None or _ALONE in os.environ:
+        return None
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    ran = subprocess.run(
+        command,
+        cwd=pyfuncitem.config.rootpath,
+        env={**environment, "PYTHONPATH": path, _ALONE: "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:]
+    return True

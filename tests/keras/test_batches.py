@@ -208,6 +208,7 @@ def test_arrays_always_lie_in_the_allocators_memory():
         del held[:-3]  # so that memory is used again, by NumPy too
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "optimizer",
     [lambda: keras.optimizers.SGD(0.05), lambda: keras.optimizers.SGD(0.05, global_clipnorm=1.0)],
@@ -230,6 +231,7 @@ def test_a_last_batch_of_one_row_follows_the_plan_of_the_whole_one(optimizer, op
     assert_same_state(plain, model)
 
 
+@pytest.mark.alone
 def test_a_larger_batch_is_planned_within_the_budget(options):
     model = compiled(sequential(depth=2))
     x, y = images(BATCH)

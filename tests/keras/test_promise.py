@@ -29,6 +29,7 @@ from checkmate_tf.planning.planner import Planner
 HERE = pathlib.Path(__file__).parent
 
 
+@pytest.mark.alone
 def test_a_plan_that_no_longer_keeps_its_budget_is_not_run(options, monkeypatch):
     """What else uses the device may have changed since the model was planned."""
     plain, model = compiled(sequential(depth=2, dropout=0)), compiled(sequential(depth=2, dropout=0))
@@ -68,6 +69,7 @@ def test_a_loop_over_time_keeps_its_budget(kind, tmp_path):
     assert said["measured"] <= said["budget"]
 
 
+@pytest.mark.alone
 def test_a_step_above_its_budget_is_planned_again_with_that_much_less(options, monkeypatch):
     plain, model = compiled(sequential(depth=2, dropout=0)), compiled(sequential(depth=2, dropout=0))
     plain.set_weights(model.get_weights())
