@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from checkmate_tf.keras import train_step
+from checkmate_tf.lowering import device as devices
 
 DEVICE = "CPU:0"
 _CALL = "call_unoptimized"  # through which all functions run that the package builds
@@ -36,7 +37,7 @@ class Watch:
         callers = [module for name, module in sys.modules.items() if name.startswith("checkmate_tf.")]
         self._patches = [
             *(mock.patch.object(m, _CALL, self._called(getattr(m, _CALL))) for m in callers if _CALL in vars(m)),
-            mock.patch.object(tf.config.experimental, "reset_memory_stats", self._reset),
+            mock.patch.object(devices, "reset_peak", self._reset),
         ]
 
     def __enter__(self) -> Watch:
@@ -63,7 +64,7 @@ class Watch:
         _reset_peak()
 
     def _reset(self, device: str) -> None:
-        """In place of the function by which planning and planned steps measure themselves."""
+        """In place of the function by which a planned step measures itself."""
         del device
         self._seen_bytes = max(self._seen_bytes, _peak_bytes())
         _reset_peak()
@@ -91,11 +92,8 @@ def peak_of(run: Callable[[], None]) -> int:
     return _peak_bytes()
 
 
-_reset_memory_stats = tf.config.experimental.reset_memory_stats  # as it is where a Watch is not entered
-
-
 def _reset_peak() -> None:
-    _reset_memory_stats(DEVICE)
+    tf.config.experimental.reset_memory_stats(DEVICE)
 
 
 def _peak_bytes() -> int:

@@ -91,7 +91,7 @@ def test_a_step_above_its_budget_is_planned_again_with_that_much_less(options, m
     with Watch(model) as watch:
         for _ in range(2):
             model.train_on_batch(x, y)
-    assert not watch.above(before.budget_bytes + LARGEST_BYTES)  # what is played to plan again included: 136 MB before
+    assert not watch.above(before.budget_bytes + LARGEST_BYTES)  # planning again included
     report = checkmate_tf.report(model)
     assert report.notes[0] == (
         f"a step took {before.budget_bytes + 1000:,} bytes, {unforeseen:,} more than predicted; planned again."
