@@ -128,9 +128,8 @@ def trace(
     reads = read_before_calls(graph_def, graph)
     if not rules and not alternatives:
         simplified = _simplify(function, graph_def, reads)
-        return TracedStep(
-            function, Interface.of(function), simplified, passes, sums=_make_steady(simplified, function, {})
-        )
+        sums = _make_steady(simplified, function, {})
+        return TracedStep(function, interface, simplified, passes, sums=sums)
     specs = {
         (op.name, k): tf.TensorSpec(t.shape, t.dtype) for op in graph.get_operations() for k, t in enumerate(op.outputs)
     } | {(name, 0): spec for name, spec in reads.items()}

@@ -85,6 +85,24 @@ class Watch:
         return f"above {most_bytes:,} bytes, {', '.join(over)}" if over else ""
 
 
+class WatchOfAll(Watch):
+    """A Watch that also sees what comes before planning sets the allocator's statistics back."""
+
+    def __init__(self, model: keras.Model):
+        super().__init__(model)
+        set_back = tf.config.experimental.reset_memory_stats
+
+        def seen(device: str) -> None:
+            self._seen_bytes = max(self._seen_bytes, _peak_bytes())
+            set_back(device)
+
+        self._patches.append(mock.patch.object(tf.config.experimental, "reset_memory_stats", seen))
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._seen_bytes = 0
+
+
 def peak_of(run: Callable[[], None]) -> int:
     """The allocator's peak while something runs, bytes."""
     _reset_peak()
