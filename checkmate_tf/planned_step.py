@@ -61,6 +61,7 @@ class PlannedStep:
         self._replans = 0
         self._has_trained = False
         self._dividers: list[tf.Tensor] = []
+        self._divided = 0  # how many they were when the plan was made
         self._seats = profiled.seats()
         self._lasting = effects.lasting(profiled.traced)
         self._draws_in_kernels = effects.draws_in_kernels(profiled.traced)
@@ -210,14 +211,14 @@ class PlannedStep:
         if self._whole is not None:
             self._whole._take_turn([], can_move=False)
             return
+        if self._has_trained:  # memory is divided, and planned for, within the budget then
+            self._profiled.stay_within(self.budget_bytes)
         if not self._turns.is_of(self):
             self._turns.take(self)
-            self._dividers = self._profiled.divide(self.candidate.partition) if self._is_ready else []
+            self._is_ready = self._is_ready and self._is_divided_again()
         if self._is_ready:
             return
-        if self._has_trained:  # then planning stays within the budget, too
-            self._profiled.stay_within(self.budget_bytes)
-        else:
+        if not self._has_trained:
             self._profiled.ready_to_run()
             self._seats.take()
             if can_move:
@@ -228,6 +229,11 @@ class PlannedStep:
                 raise self._refusal or self._profiled.planner.not_found(self.budget_bytes)
             self._go_on_as_it_is()
         self._is_ready = True
+
+    def _is_divided_again(self) -> bool:
+        """Divides memory for the plan once more; whether it could be divided as it was."""
+        self._dividers = self._profiled.divide(self.candidate.partition)
+        return len(self._dividers) == self._divided
 
     def _tried(self, batch: list, *, can_move: bool, counts: bool = True):
         """Runs the step, and plans it again, until what is measured keeps the budget.
@@ -376,6 +382,7 @@ class PlannedStep:
             found = self._plan_for_now() or found
         self._build(found)
         self._dividers = self._profiled.divide(self.candidate.partition)
+        self._divided = len(self._dividers)
         return True
 
     def _plan_for_now(self) -> Candidate | None:

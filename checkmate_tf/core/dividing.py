@@ -8,9 +8,9 @@ from typing import TypeVar
 from checkmate_tf.core.allocator import AllocatorConfig, BfcAllocator
 
 Block = TypeVar("Block")
-_UNLIMITED_BYTES = 1 << 44
+UNLIMITED_BYTES = 1 << 44
 _DIVIDER = 1 / 512  # of its part
-_MOST_TRIES, _MOST_FILL_BYTES = 64, 64 << 20  # for one divider; more than that is no gap between tensors
+_MOST_TRIES, _MOST_FILL_BYTES = 64, 128 << 20  # for one divider; more than that is no gap between tensors
 
 
 def divided(partition: Sequence[int], uncounted_below_bytes: int = 0) -> BfcAllocator:
@@ -21,7 +21,7 @@ def divided(partition: Sequence[int], uncounted_below_bytes: int = 0) -> BfcAllo
         uncounted_below_bytes: As in `AllocatorConfig`.
     """
     config = AllocatorConfig(
-        limit_bytes=_UNLIMITED_BYTES, uncounted_below_bytes=uncounted_below_bytes, allow_growth=False
+        limit_bytes=UNLIMITED_BYTES, uncounted_below_bytes=uncounted_below_bytes, allow_growth=False
     )
     allocator = BfcAllocator(config)
     divide(partition, uncounted_below_bytes, allocator.allocate, allocator.free, lies_behind)
@@ -35,6 +35,7 @@ def divide(
     allocate: Callable[[int], Block | None],
     free: Callable[[Block], None],
     lies_behind: Callable[[Block, Block, int], bool],
+    room_bytes: int = UNLIMITED_BYTES,
 ) -> list[Block] | None:
     """Divides free memory by small blocks, one behind each part where there is room for it.
 
@@ -44,6 +45,7 @@ def divide(
         allocate: Gives a block for a request of so many bytes, or None where memory runs out.
         free: Gives one back.
         lies_behind: Called as (block, part, size of the part): whether a block lies close behind a part.
+        room_bytes: That may be allocated at once. Parts that nothing else would be left for get no divider.
 
     Returns:
         The dividers, or None where memory has run out. All other blocks are free again.
@@ -51,12 +53,15 @@ def divide(
     dividers: list[Block] = []
     held: list[Block] = []
     has_run_out = False
+    room_bytes -= sum(partition)
     for size in partition:
         part = allocate(size)
         found = None
         if part is not None:
             held.append(part)
-            found = _divider(part, size, uncounted_below_bytes, allocate, free, lies_behind)
+            most_bytes = min(room_bytes, _MOST_FILL_BYTES)
+            found, taken_bytes = _divider(part, size, uncounted_below_bytes, allocate, free, lies_behind, most_bytes)
+            room_bytes -= taken_bytes
         if found is None:
             held += dividers
             has_run_out = True
@@ -75,17 +80,23 @@ def _divider(
     allocate: Callable[[int], Block | None],
     free: Callable[[Block], None],
     lies_behind: Callable[[Block, Block, int], bool],
-) -> list[Block] | None:
+    most_bytes: int,
+) -> tuple[list[Block] | None, int]:
     """A small block behind a part, and what fills other memory meanwhile; none of these, or None if memory runs out.
 
     The allocator gives a request the smallest free chunk that holds it, so a small block comes to lie in some other
     free chunk first. Ever larger ones fill those until a small one lies where it should. None lies there where the
     part ends with its region, so this ends before it has filled all memory that there is.
+
+    Returns:
+        The blocks, and how many bytes they take, `most_bytes` at most.
     """
     nbytes = least = divider_bytes(size, uncounted_below_bytes)
     fillers: list[Block] = []
     filled, full = 0, False
     for _ in range(_MOST_TRIES):
+        if filled + nbytes > most_bytes:
+            break
         block = allocate(nbytes)
         if block is None:
             full = True
@@ -93,18 +104,16 @@ def _divider(
         if not lies_behind(block, part, size):
             fillers.append(block)
             filled += nbytes
-            if filled > _MOST_FILL_BYTES:
-                break
             nbytes *= 2
         elif nbytes == least:
-            return [block, *fillers]
+            return [block, *fillers], filled + nbytes
         else:
             free(block)
             block = None  # its place is the next one's
             nbytes = least
     while fillers:
         free(fillers.pop())
-    return None if full else []
+    return (None if full else []), 0
 
 
 def lies_behind(address: int, part: int, nbytes: int) -> bool:

@@ -88,18 +88,14 @@ def divide(partition: Sequence[int], device: str, most_bytes: int | None = None)
 
 
 def _dividers(partition: Sequence[int], device: str, most_bytes: int | None) -> list[tf.Tensor] | None:
-    """As `divide`, or None where memory runs out, or more than `most_bytes` is needed."""
-
-    def allocate(nbytes: int) -> tf.Tensor | None:
-        if most_bytes is not None and devices.in_use_bytes(device) + nbytes > most_bytes:
-            return None
-        return _allocate(nbytes)
-
-    if _is_beyond_limit(sum(partition), device):
+    """As `divide`, or None where memory runs out, or the parts alone need more than `most_bytes`."""
+    room_bytes = dividing.UNLIMITED_BYTES if most_bytes is None else most_bytes - devices.in_use_bytes(device)
+    if _is_beyond_limit(sum(partition), device) or sum(partition) > room_bytes:
         return None
     lies_behind = _lies_behind if devices.is_cpu(device) else lambda *_: True
+    uncounted = devices.uncounted_below_bytes(device)
     with tf.device(device):
-        return dividing.divide(partition, devices.uncounted_below_bytes(device), allocate, lambda _: None, lies_behind)
+        return dividing.divide(partition, uncounted, _allocate, lambda _: None, lies_behind, room_bytes)
 
 
 def _allocate(nbytes: int) -> tf.Tensor | None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import keras
 import tensorflow as tf
 
 from checkmate_tf.keras import train_step
-from checkmate_tf.lowering import device as devices
 
 DEVICE = "CPU:0"
 _CALL = "call_unoptimized"  # through which all functions run that the package builds
 
 
 class Watch:
-    """While it is entered, reads the allocator's peak of each step.
+    """While it is entered, reads the allocator's peak of each step, also where planning sets its statistics back.
 
     Before the first batch is trained on, planning and what is tried may take what it will: of the first step only the
     run itself counts, the last one where there are several. From then on all counts, planning for another batch
@@ -33,11 +33,12 @@ class Watch:
     def __init__(self, model: keras.Model):
         self.peaks_bytes: list[int] = []
         self._seen_bytes = 0  # in this step, up to the last time that the allocator's statistics began anew
+        self._set_back = tf.config.experimental.reset_memory_stats
         self._training = train_step.planned_training(model)
         callers = [module for name, module in sys.modules.items() if name.startswith("checkmate_tf.")]
         self._patches = [
             *(mock.patch.object(m, _CALL, self._called(getattr(m, _CALL))) for m in callers if _CALL in vars(m)),
-            mock.patch.object(devices, "reset_peak", self._reset),
+            mock.patch.object(tf.config.experimental, "reset_memory_stats", self._reset),
         ]
 
     def __enter__(self) -> Watch:
@@ -59,15 +60,23 @@ class Watch:
         for patch in self._patches:
             patch.stop()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Does not count what the block takes."""
+        self._reset(DEVICE)
+        seen_bytes = self._seen_bytes
+        yield
+        self._begin()
+        self._seen_bytes = seen_bytes
+
     def _begin(self) -> None:
+        self._set_back(DEVICE)
         self._seen_bytes = 0
-        _reset_peak()
 
     def _reset(self, device: str) -> None:
         """In place of the function by which a planned step measures itself."""
-        del device
         self._seen_bytes = max(self._seen_bytes, _peak_bytes())
-        _reset_peak()
+        self._set_back(device)
 
     def _called(self, call: Callable) -> Callable:
         """The function, before the end of the first step: what came before this call does not count."""
@@ -83,24 +92,6 @@ class Watch:
         """Which steps took more than that many bytes; nothing if none did."""
         over = [f"step {k + 1}: {peak:,}" for k, peak in enumerate(self.peaks_bytes) if peak > most_bytes]
         return f"above {most_bytes:,} bytes, {', '.join(over)}" if over else ""
-
-
-class WatchOfAll(Watch):
-    """A Watch that also sees what comes before planning sets the allocator's statistics back."""
-
-    def __init__(self, model: keras.Model):
-        super().__init__(model)
-        set_back = tf.config.experimental.reset_memory_stats
-
-        def seen(device: str) -> None:
-            self._seen_bytes = max(self._seen_bytes, _peak_bytes())
-            set_back(device)
-
-        self._patches.append(mock.patch.object(tf.config.experimental, "reset_memory_stats", seen))
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._seen_bytes = 0
 
 
 def peak_of(run: Callable[[], None]) -> int:

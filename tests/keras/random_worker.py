@@ -121,6 +121,7 @@ class _Check:
 
     def __init__(self, case: random_models.Case, recipe: dict, start: list, options: dict):
         self.case, self.recipe, self.start, self.options = case, recipe, start, options
+        self._watch: Watch | None = None
         batch_bytes = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in tf.nest.flatten(self._spec()))
         # The allocator may give a batch up to twice its size. A pipeline holds the batch before and the one after.
         is_pipeline = recipe["form"] != "train_on_batch"
@@ -160,7 +161,8 @@ class _Check:
             return
 
         def between(profiled: ProfiledStep) -> int:
-            least_bytes, plain_bytes = profiled.minimum_budget().peak_bytes, profiled.plain_peak_bytes()
+            with self._watch.paused() if self._watch else contextlib.nullcontext():
+                least_bytes, plain_bytes = profiled.minimum_budget().peak_bytes, profiled.plain_peak_bytes()
             return least_bytes + round(fraction * max(0, plain_bytes - least_bytes))
 
         with mock.patch.object(ProfiledStep, "budget_bytes", between):
@@ -172,7 +174,7 @@ class _Check:
         try:
             with self._planned(budget_bytes) as model:
                 self._require_untouched()
-                with Watch(model) as watch:
+                with Watch(model) as self._watch:
                     random_models.train(self.case, self.recipe)
                 report = checkmate_tf.report(model)
                 end = state(model)
@@ -184,13 +186,13 @@ class _Check:
             return row | {"outcome": "exception", "why": traceback.format_exc()[-CAUSES:]}, None
         row |= {
             "budget_bytes": report.budget_bytes,
-            "peaks_bytes": watch.peaks_bytes,
+            "peaks_bytes": self._watch.peaks_bytes,
             "predicted_bytes": report.predicted_peak_bytes,
             "recomputed": sum(report.recomputed.values()),
             "trials": len(report.trial_peaks_bytes),
             "notes": list(report.notes),
         }
-        if over := watch.above(report.budget_bytes + self.more_bytes):
+        if over := self._watch.above(report.budget_bytes + self.more_bytes):
             row |= {"outcome": "over", "why": f"{over}. {' '.join(report.notes)}"}
         return row, end
 

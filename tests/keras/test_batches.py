@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from conftest import assert_same_logs, assert_same_state, set_precision, state, values_of
 from keras_models import BATCH, LARGEST_BYTES, compiled, fit, images, sequential
-from random_watch import WatchOfAll
+from random_watch import Watch
 from tight import train_tightly
 
 import checkmate_tf
@@ -220,7 +220,7 @@ def test_a_last_batch_of_one_row_follows_the_plan_of_the_whole_one(optimizer, op
     plain.set_weights(model.get_weights())
     x, y = images(2 * BATCH + 1)
     checkmate_tf.compile(model, 1.0, **options)
-    with WatchOfAll(model) as watch:
+    with Watch(model) as watch:
         fit(model, x, y, epochs=1)
     fit(plain, x, y, epochs=1)
     whole, last = planned_training(model)._steps.values()
@@ -239,7 +239,7 @@ def test_a_larger_batch_is_planned_within_the_budget(options):
     budget_bytes = checkmate_tf.report(model).budget_bytes
     checkmate_tf.restore(model)
     checkmate_tf.compile(model, budget_bytes, **options)
-    with WatchOfAll(model) as watch:
+    with Watch(model) as watch:
         for rows in (BATCH // 2, BATCH):
             for _ in range(2):
                 model.train_on_batch(x[:rows], y[:rows])

@@ -15,7 +15,7 @@ import tensorflow as tf
 from conftest import assert_same_state, set_precision
 from keras import layers
 from keras_models import BATCH, LARGEST_BYTES, compiled, images, sequential
-from random_watch import WatchOfAll
+from random_watch import Watch
 from tight import train_tightly
 
 import checkmate_tf
@@ -88,7 +88,7 @@ def test_a_step_above_its_budget_is_planned_again_with_that_much_less(options, m
         return before.predicted_peak_bytes + unforeseen if len(asked) == 2 else true(device)
 
     monkeypatch.setattr(devices, "peak_bytes", too_much_once)
-    with WatchOfAll(model) as watch:
+    with Watch(model) as watch:
         for _ in range(2):
             model.train_on_batch(x, y)
     assert not watch.above(before.budget_bytes + LARGEST_BYTES)  # planning again included
