@@ -68,8 +68,8 @@ def run_model(name: str, strategies: list[str], time_limit_s: float) -> list[dic
     from paper_models import build
 
     from checkmate_tf.core.problem import Options
+    from checkmate_tf.core.requirements import needed_bytes
     from checkmate_tf.solvers import create
-    from checkmate_tf.solvers.minimum import needed_bytes
 
     graph = layer_graph(build(name)).graph
     least = int(needed_bytes(graph, gradients_once=False).max())

@@ -69,8 +69,8 @@ def run_model(name: str, strategies: list[str] | None, time_limit_s: float, budg
     from paper_models import build
     from smallest_peak import smallest_peak
 
+    from checkmate_tf.core.requirements import needed_bytes
     from checkmate_tf.solvers import names
-    from checkmate_tf.solvers.minimum import needed_bytes
 
     layered = layer_graph(build(name))
     graph = layered.graph

@@ -9,8 +9,8 @@ import numpy as np
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status, Stop
+from checkmate_tf.core.requirements import needed_bytes
 from checkmate_tf.solvers import create
-from checkmate_tf.solvers.minimum import needed_bytes
 
 _ALMOST = 1 + 1e-9
 _STRIDE = 0.85

@@ -10,8 +10,8 @@ import pytest
 from small_steps import LAYERS, MIB, training_step, unit_costs
 
 from checkmate_tf.core.problem import Options, Solution, Status
+from checkmate_tf.core.requirements import working_set_bytes
 from checkmate_tf.core.schedule import SequenceSchedule
-from checkmate_tf.core.simulate import working_set_bytes
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planning import partition

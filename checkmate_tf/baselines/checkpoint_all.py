@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
-from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
-from checkmate_tf.solvers.staged import Evaluator
+from checkmate_tf.solvers.base import Clock, Recorder, Solver
+from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
 
 
-class CheckpointAllSolver(Solver):
+class CheckpointAllSolver(Solver[StagedSchedule]):
     """The schedule without recomputation; optimal whenever it fits."""
 
     name = "checkpoint_all"
 
     def __init__(self, graph: Graph):
         super().__init__(graph)
-        self._pool = Pool()
-        self._pool.add(Evaluator(graph).store_all)
+        self.pool.add(Evaluator(graph).store_all)
 
     def solve(self, budget_bytes: int, options: Options) -> Solution:
         """UNKNOWN when storing everything exceeds the budget: other schedules may not."""
         clock = Clock(options.time_limit_s)
-        recorder = Recorder(self._pool, budget_bytes, clock, options)
+        recorder = Recorder(self.pool, budget_bytes, clock, options)
         if recorder.best is None:
             return self._solution(recorder, clock)
         recorder.raise_bound(self.graph.total_cost)

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution
-from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
+from checkmate_tf.solvers.base import Clock, Recorder, Solver
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
 
 
-class SweepSolver(Solver):
+class SweepSolver(Solver[StagedSchedule]):
     """The cheapest schedule of a family that fits; the others are its curve (`front`).
 
     Strategies that were defined for linear networks set `linear_only`; on other graphs they find
@@ -23,7 +23,6 @@ class SweepSolver(Solver):
 
     def __init__(self, graph: Graph):
         super().__init__(graph)
-        self.pool = Pool()
         self._branch = branching_node(graph) if self.linear_only and graph.one_pass else None
         self._untried = self._family() if self._applies() else iter(())
 
@@ -54,7 +53,7 @@ class SweepSolver(Solver):
     def _applies(self) -> bool:
         return self._branch is None and self.graph.num_forward > 0 and self.graph.one_pass
 
-    def _reason(self, recorder: Recorder) -> str:
+    def _reason(self, recorder: Recorder[StagedSchedule]) -> str:
         """Why there is no schedule; empty if there is one."""
         if recorder.best is not None:
             return ""
@@ -63,10 +62,9 @@ class SweepSolver(Solver):
             return f"{self.name} is for linear networks: {node} does not read just the forward node before it."
         if not self.graph.one_pass:
             return f"{self.name} is for steps with one forward and one backward pass."
-        smallest = self.pool.smallest()
-        if smallest is None:
+        if not self.pool.front():
             return f"{self.name} needs forward nodes, and there are none."
-        return f"the smallest peak that {self.name} reached is {smallest.peak_bytes:,} bytes."
+        return f"the smallest peak that {self.name} reached is {self.pool.smallest().peak_bytes:,} bytes."
 
 
 def branching_node(graph: Graph) -> int | None:

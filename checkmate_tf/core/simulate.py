@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from checkmate_tf.core.opgraph import CONTROL_FLOW, OUTPUTS, OpGraph
+from checkmate_tf.core.opgraph import OUTPUTS, OpGraph
 from checkmate_tf.core.plan import Plan
 
 _WORKSPACE = -1  # in place of a tensor
@@ -209,28 +209,3 @@ def _takeover(
         if same_size and owner in dying and owners.count(owner) == 1:
             return owner
     return None
-
-
-def working_set_bytes(graph: OpGraph, uncounted_below_bytes: int = 0) -> int:
-    """A lower bound on the peak of every plan: the most that one op's inputs and outputs take together.
-
-    An output may take over one input's storage; workspace is left out. A loop or branch may give its inputs back before
-    it makes its outputs.
-
-    Args:
-        graph: The step.
-        uncounted_below_bytes: Smaller tensors are in no statistics of the allocator.
-    """
-    owned = np.where(graph.owned_bytes >= uncounted_below_bytes, graph.owned_bytes, 0)
-    out_bytes = np.zeros(graph.n, dtype=np.int64)
-    np.add.at(out_bytes, graph.producer, owned)
-    bound = 0
-    for op in range(graph.n):
-        inputs = sum(int(owned[t]) for t in graph.storage_inputs[op])
-        if graph.types[op] in CONTROL_FLOW:
-            bound = max(bound, inputs, int(out_bytes[op]))
-            continue
-        own = int(owned[graph.taking(op)]) if graph.takeover[op] else 0
-        taken = own if any(graph.tensor_bytes[t] == own for t in graph.takeover[op]) else 0
-        bound = max(bound, inputs + int(out_bytes[op]) - taken)
-    return bound

@@ -20,8 +20,9 @@ from checkmate_tf.batch_trials import BatchTrials
 from checkmate_tf.budget import format_bytes
 from checkmate_tf.core.order import permute, ready_order
 from checkmate_tf.core.plan import compile_plan
+from checkmate_tf.core.requirements import working_set_bytes
 from checkmate_tf.core.scaling import BatchScaling, one_more_forward_pass
-from checkmate_tf.core.simulate import simulate, working_set_bytes
+from checkmate_tf.core.simulate import simulate
 from checkmate_tf.errors import ModelError, NoScheduleFound, PlanningError, is_out_of_memory
 from checkmate_tf.keras import batch, fingerprint
 from checkmate_tf.keras.train_step import PlannedTraining, checked_training

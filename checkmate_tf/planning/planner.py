@@ -19,7 +19,8 @@ from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.order import low_peak_order, permute, ready_order, side_by_side
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.problem import OnProgress, Options
-from checkmate_tf.core.simulate import Memory, simulate, working_set_bytes
+from checkmate_tf.core.requirements import working_set_bytes
+from checkmate_tf.core.simulate import Memory, simulate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planning import advice
 from checkmate_tf.planning.archive import Entry

@@ -93,7 +93,7 @@ class Annealing:
         temperature = hot * average
         light = weight * average / max(1, self._budget_bytes)
         heavier = _HEAVIER ** (_LOOK_EVERY / (moves * (1 - _LIGHT)))
-        over, penalty = 0, light
+        over, penalty = 0.0, light
         for move in range(moves):
             if not move % _LOOK_EVERY:
                 if stop():
@@ -118,7 +118,7 @@ class Annealing:
                 timeline.undo()
         return True
 
-    def _note(self, over: int) -> None:
+    def _note(self, over: float) -> None:
         """Keeps the sequence if it is the best so far."""
         if not over and self.timeline.cost < self.best_cost - 1e-9 * self._average:
             self.best_cost = self.timeline.cost

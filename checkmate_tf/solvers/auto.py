@@ -13,12 +13,10 @@ import dataclasses
 from checkmate_tf.core.graph import Graph, permuted
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.core.schedule import SequenceSchedule, first_runs
-from checkmate_tf.solvers.base import Clock, Pool, Recorder
+from checkmate_tf.solvers.base import Clock, EvaluatedSchedule, Pool, Recorder
 from checkmate_tf.solvers.course import Course
 from checkmate_tf.solvers.local_search import ALL_PASSES, ANY_ORDER, REFINING_PASSES, LocalSearchSolver
 from checkmate_tf.solvers.milp import solve_exactly
-from checkmate_tf.solvers.sequenced import SequencedSchedule
-from checkmate_tf.solvers.staged import StagedSchedule
 from checkmate_tf.solvers.stages import StagesSolver
 
 _EXACT_NODES = 40
@@ -59,9 +57,9 @@ class AutoSolver(StagesSolver):
                 self._in_found_order(budget_bytes, course)
         return course.solution(self.name, infeasible=infeasible)
 
-    def front(self) -> tuple[StagedSchedule | SequencedSchedule, ...]:
+    def front(self) -> tuple[EvaluatedSchedule, ...]:
         """See Solver.front."""
-        both = Pool()
+        both: Pool[EvaluatedSchedule] = Pool()
         for schedule in (*self.pool.front(), *self._local_search.front()):
             both.add(schedule)
         return both.front()
@@ -100,6 +98,6 @@ class AutoSolver(StagesSolver):
             self._in_order(budget_bytes, course, 1.0)
             return
         order = first_runs(best.sequence())
-        found = StagesSolver(permuted(self.graph, order)).solve(budget_bytes, course.next_options(1.0))
+        found = StagesSolver(permuted(self.graph, order.tolist())).solve(budget_bytes, course.next_options(1.0))
         schedule = None if found.schedule is None else SequenceSchedule(order[found.schedule.sequence()])
         course.take(dataclasses.replace(found, schedule=schedule, bound=None, bound_of="", bounds=()))

@@ -5,10 +5,35 @@ from __future__ import annotations
 import abc
 import threading
 import time
+from typing import Generic, Protocol, TypeVar
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import OnProgress, Options, Solution, Status, Stop
-from checkmate_tf.solvers.staged import StagedSchedule
+from checkmate_tf.core.schedule import Schedule, SequenceSchedule
+
+
+class EvaluatedSchedule(Protocol):
+    """A schedule of any form, with what it costs and holds.
+
+    Attributes:
+        cost: Sum of the costs of all computations.
+        peak_bytes: Most bytes in use at any computation, fixed bytes included.
+    """
+
+    @property
+    def cost(self) -> float: ...  # noqa: D102 - an attribute
+
+    @property
+    def peak_bytes(self) -> int: ...  # noqa: D102 - an attribute
+
+    def sequence(self) -> list[int]:
+        """Node indices in order of execution."""
+
+    def to_schedule(self, graph: Graph) -> Schedule | SequenceSchedule:
+        """The schedule alone."""
+
+
+S = TypeVar("S", bound=EvaluatedSchedule)
 
 
 class Clock:
@@ -49,7 +74,7 @@ class Clock:
         self._lap = now
 
 
-class Pool:
+class Pool(Generic[S]):
     """All schedules of a graph worth keeping: no other is both cheaper and smaller.
 
     Shared by the searches of one solver, from call to call and between threads.
@@ -57,9 +82,9 @@ class Pool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._front: list[StagedSchedule] = []  # ascending peak, descending cost
+        self._front: list[S] = []  # ascending peak, descending cost
 
-    def add(self, schedule: StagedSchedule) -> bool:
+    def add(self, schedule: S) -> bool:
         """Adds a schedule; False when another one is at least as cheap and as small."""
         with self._lock:
             for other in self._front:
@@ -70,27 +95,27 @@ class Pool:
             self._front.sort(key=lambda s: s.peak_bytes)
             return True
 
-    def best(self, budget_bytes: int) -> StagedSchedule | None:
+    def best(self, budget_bytes: int) -> S | None:
         """The cheapest schedule within the budget."""
         with self._lock:
             fitting = [s for s in self._front if s.peak_bytes <= budget_bytes]
         return fitting[-1] if fitting else None
 
-    def smallest(self) -> StagedSchedule | None:
-        """The schedule with the lowest peak."""
+    def smallest(self) -> S:
+        """The schedule with the lowest peak; there must be one."""
         with self._lock:
-            return self._front[0] if self._front else None
+            return self._front[0]
 
-    def front(self) -> tuple[StagedSchedule, ...]:
+    def front(self) -> tuple[S, ...]:
         """All of them, by ascending peak."""
         with self._lock:
             return tuple(self._front)
 
 
-class Recorder:
+class Recorder(Generic[S]):
     """The incumbent of one solve: keeps its history and reports progress."""
 
-    def __init__(self, pool: Pool, budget_bytes: int, clock: Clock, options: Options):
+    def __init__(self, pool: Pool[S], budget_bytes: int, clock: Clock, options: Options):
         self._pool = pool
         self._budget_bytes = budget_bytes
         self.clock = clock
@@ -103,11 +128,11 @@ class Recorder:
         self.note()
 
     @property
-    def best(self) -> StagedSchedule | None:
+    def best(self) -> S | None:
         """The cheapest schedule within the budget."""
         return self._pool.best(self._budget_bytes)
 
-    def offer(self, schedule: StagedSchedule) -> bool:
+    def offer(self, schedule: S) -> bool:
         """Takes a schedule into the pool; True when it is now the best within the budget."""
         return self._pool.add(schedule) and self.note()
 
@@ -120,6 +145,10 @@ class Recorder:
             self.history.append((self.clock.elapsed_s, best.cost))
         self._tell()
         return True
+
+    def proves_more_than(self, bound: float) -> bool:
+        """Whether the lower bound is above this."""
+        return self.bound is not None and self.bound > bound
 
     def raise_bound(self, bound: float) -> None:
         """Records a proven lower bound."""
@@ -144,7 +173,7 @@ class Recorder:
         return excess / self.bound if self.bound > 0 else (float("inf") if excess else 0.0)
 
 
-class Solver(abc.ABC):
+class Solver(abc.ABC, Generic[S]):
     """One strategy on one graph. Keeps between calls whatever does not depend on the budget.
 
     Args:
@@ -152,10 +181,10 @@ class Solver(abc.ABC):
     """
 
     name: str = ""
-    pool: Pool | None = None
 
     def __init__(self, graph: Graph):
         self.graph = graph
+        self.pool: Pool[S] = Pool()
 
     @abc.abstractmethod
     def solve(self, budget_bytes: int, options: Options) -> Solution:
@@ -166,13 +195,13 @@ class Solver(abc.ABC):
             options: Limits of the search.
         """
 
-    def front(self) -> tuple[StagedSchedule, ...]:
-        """Schedules seen so far, none both larger and dearer than another; empty where none are kept."""
-        return self.pool.front() if self.pool is not None else ()
+    def front(self) -> tuple[EvaluatedSchedule, ...]:
+        """Schedules seen so far, none both larger and dearer than another."""
+        return self.pool.front()
 
     def _solution(
         self,
-        recorder: Recorder,
+        recorder: Recorder[S],
         clock: Clock,
         *,
         status: Status | None = None,

@@ -49,14 +49,16 @@ class Course:
     def next_options(self, share: float) -> Options:
         """Options of the next strategy, which may run until that share of the time limit."""
         self._began_s = began_s = self._clock.elapsed_s
+        options = dataclasses.replace(self.options, time_limit_s=self.left_s(share))
         report, known = self.options.on_progress, self.cost
+        if report is None:
+            return options
 
         def tell(seconds: float, cost: float | None, bound: float | None) -> None:
             least = known if cost is None else min(known, cost)
             report(began_s + seconds, least if math.isfinite(least) else None, bound)
 
-        on_progress = tell if report is not None else None
-        return dataclasses.replace(self.options, time_limit_s=self.left_s(share), on_progress=on_progress)
+        return dataclasses.replace(options, on_progress=tell)
 
     def take(self, found: Solution) -> None:
         """Adds what a strategy found."""
@@ -68,9 +70,7 @@ class Course:
 
     def closed(self, gap: float | None = None) -> bool:
         """Whether the gap is at most this, or what the options ask for."""
-        bounding = self._bounding()
-        bound = -math.inf if bounding is None else bounding.bound
-        return self.cost <= bound * (1 + (self.options.gap if gap is None else gap))
+        return self.cost <= _bound_of(self._bounding()) * (1 + (self.options.gap if gap is None else gap))
 
     def _bounding(self) -> Solution | None:
         """Whose bound is the highest that the best schedule does not refute, as another order can be below a model's.
@@ -78,10 +78,10 @@ class Course:
         Of bounds that prove it to be the best, the one of the widest model.
         """
         bounding = [s for s in self._found if s.bound is not None and s.bound <= self.cost * (1 + _PROVEN)]
-        closing = [s for s in bounding if self.cost <= s.bound * (1 + _PROVEN)]
+        closing = [s for s in bounding if self.cost <= _bound_of(s) * (1 + _PROVEN)]
         if closing:
             return min(closing, key=_narrowness)
-        return max(bounding, key=lambda s: (s.bound, s.bound_of), default=None)
+        return max(bounding, key=lambda s: (_bound_of(s), s.bound_of), default=None)
 
     def solution(self, strategy: str, *, infeasible: bool) -> Solution:
         """All in one.
@@ -96,7 +96,7 @@ class Course:
                 phases_s[name] = phases_s.get(name, 0.0) + seconds
         best = next((s for s in self._found if s.schedule is self.schedule), self._found[0])
         bounding = self._bounding()
-        proven = bounding is not None and self.cost <= bounding.bound * (1 + _PROVEN)
+        proven = self.cost <= _bound_of(bounding) * (1 + _PROVEN)
         status = Status.OPTIMAL if proven else Status.FEASIBLE
         if self.schedule is None:
             status = Status.INFEASIBLE if infeasible else Status.UNKNOWN
@@ -112,6 +112,11 @@ class Course:
             history=tuple(self._history),
             bounds=() if bounding is None else bounding.bounds,
         )
+
+
+def _bound_of(found: Solution | None) -> float:
+    """Its lower bound; -inf without one."""
+    return -math.inf if found is None or found.bound is None else found.bound
 
 
 def _narrowness(found: Solution) -> int:

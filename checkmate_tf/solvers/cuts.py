@@ -46,7 +46,7 @@ def cut_schedules(evaluator: Evaluator, budget_bytes: int, clock: Clock, until_s
             if not left_s:
                 return
             held = _held_over_each(graph, int(inner), keep, left_s, clock.stop)
-            if any(over is None for over in held.values()):
+            if held is None:
                 break
             schedule = _backward_in_one(evaluator, held)
             yield schedule
@@ -86,10 +86,12 @@ def _crossing(graph: Graph, first: int, end: int, segments: int) -> np.ndarray:
 
 def _held_over_each(
     graph: Graph, inner_bytes: int, keep: np.ndarray, limit_s: float, stop: Stop | None
-) -> dict[int, np.ndarray | None]:
-    """The gradient node behind each forward pass -> what to hold over it."""
+) -> dict[int, np.ndarray] | None:
+    """The gradient node behind each forward pass -> what to hold over it; None where that is not found for each."""
     ends = [end for _, end in graph.forward_runs if end < graph.n]
-    return {end: held_over(graph, end, inner_bytes, keep, limit_s / len(ends), stop) for end in ends}
+    found = {end: held_over(graph, end, inner_bytes, keep, limit_s / len(ends), stop) for end in ends}
+    held = {end: over for end, over in found.items() if over is not None}
+    return held if len(held) == len(found) else None
 
 
 def _backward_in_one(evaluator: Evaluator, held: Mapping[int, np.ndarray]) -> StagedSchedule:

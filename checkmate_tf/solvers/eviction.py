@@ -94,9 +94,10 @@ class _Run:
         """The schedule, or None if a node does not fit beside what must stay, or time is up."""
         held = []
         for node in range(self._graph.n):
-            held.append(self._hold_and_run(node, clock, until_s))
-            if held[-1] is None:
+            before = self._hold_and_run(node, clock, until_s)
+            if before is None:
                 return None
+            held.append(before)
         return evaluator.evaluate(node_blocks(self._graph.n), held)
 
     def _hold_and_run(self, node: int, clock: Clock, until_s: float) -> int | None:
@@ -142,7 +143,7 @@ class _Run:
 
     def _make_room(self, i: int, node: int, staying: list[int]) -> bool:
         """Evicts until node `i` fits."""
-        excess = self._in_use + self._out[i] + self._workspace[i] - self._budget_bytes
+        excess: int = self._in_use + self._out[i] + self._workspace[i] - self._budget_bytes
         if excess <= 0:
             return True
         may_go = self._is_here & self._may_go
@@ -168,11 +169,13 @@ class _Run:
         wait = np.maximum(self._next_use[values] - node, 1.0)
         cost /= cost.max(initial=np.finfo(float).tiny)  # whose powers could be too large for a float
         worth = cost**cost_exponent / self._graph.out_bytes[values] / wait**wait_exponent
-        return values[np.argsort(worth, kind="stable")].tolist()
+        order: list[int] = values[np.argsort(worth, kind="stable")].tolist()
+        return order
 
     def _cost_again(self, value: int) -> float:
         """Cost of a value and of the nearest of its ancestors that are not there."""
-        deps, cost = self._graph.deps, self._cost[value]
+        deps = self._graph.deps
+        cost: float = self._cost[value]
         waiting = [dep for dep in deps[value] if not self._here[dep]]
         counted = set(waiting)
         while waiting and len(counted) < _MOST_ANCESTORS:

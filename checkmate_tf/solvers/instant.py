@@ -105,7 +105,7 @@ def held_over(
     answer = Session(Engine.GLOP, model, relax=True).solve(simplex_parameters(time_limit_s), stop=stop)
     if answer.x is None:
         return None
-    chosen = held == ONE
+    chosen: np.ndarray = held == ONE
     chosen[column] = answer.x[held[column]] >= 0.5
     return chosen
 

@@ -18,12 +18,13 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
-from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
+from checkmate_tf.solvers.base import Clock, Recorder, Solver
 from checkmate_tf.solvers.cp_sat import byte_unit, run_cp_sat
 from checkmate_tf.solvers.engines import cp_model
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, node_blocks, rows_from_masks
@@ -36,7 +37,7 @@ _IN_TURNS = 150  # nodes up to which it may be solved to the end; else workers t
 _LARGEST = 2000  # nodes; starts may lie at about n^2 / 2 moments together
 
 
-class IntervalsSolver(Solver):
+class IntervalsSolver(Solver[StagedSchedule]):
     """At most `most_intervals` intervals per node, from the best heuristic schedule.
 
     Args:
@@ -48,7 +49,6 @@ class IntervalsSolver(Solver):
 
     def __init__(self, graph: Graph, most_intervals: int = 2):
         super().__init__(graph)
-        self.pool = Pool()
         self._most = most_intervals
         self._evaluator = Evaluator(graph)
         self._starts = start_schedules(self._evaluator)
@@ -79,7 +79,7 @@ class IntervalsSolver(Solver):
         status = None if status is Status.INFEASIBLE else status
         return self._solution(recorder, clock, status=status, bound_of=bound_of)
 
-    def _run(self, program: _Program, recorder: Recorder, options: Options) -> Status | None:
+    def _run(self, program: _Program, recorder: Recorder[StagedSchedule], options: Options) -> Status | None:
         offer, in_turns = _Offer(program, self._evaluator, recorder), self.graph.n <= _IN_TURNS
         found, bound = run_cp_sat(program.model, offer, recorder.clock, options, gap=options.gap, in_turns=in_turns)
         if found == cp_model.INFEASIBLE:
@@ -92,7 +92,7 @@ class IntervalsSolver(Solver):
 
 
 class _Offer(cp_model.CpSolverSolutionCallback):
-    def __init__(self, program: _Program, evaluator: Evaluator, recorder: Recorder):
+    def __init__(self, program: _Program, evaluator: Evaluator, recorder: Recorder[StagedSchedule]):
         super().__init__()
         self._program, self._evaluator, self._recorder = program, evaluator, recorder
 
@@ -187,7 +187,9 @@ class _Program:
 
     def _memory(self) -> None:
         """Values and workspaces share each moment's memory."""
-        model, demands, boxes = self.model, [], []
+        model = self.model
+        demands: list[int] = []
+        boxes: list[cp_model.IntervalVar] = []
         for v, intervals in enumerate(self.intervals):
             out = int(self.graph.out_bytes[v]) // self._unit
             running = max(0, out + int(self.graph.workspace_bytes[v]) // self._unit)
@@ -199,7 +201,15 @@ class _Program:
                     self._box(boxes, demands, one.start + 1, one.end + 1, out, one.active)
         model.add_cumulative(boxes, demands, self._budget)
 
-    def _box(self, boxes: list, demands: list, start, end, demand: int, active) -> None:
+    def _box(
+        self,
+        boxes: list[cp_model.IntervalVar],
+        demands: list[int],
+        start: cp_model.LinearExprT,
+        end: cp_model.LinearExprT,
+        demand: int,
+        active: cp_model.IntVar | None,
+    ) -> None:
         if not demand:
             return
         size = self.model.new_int_var(0, self._horizon, "")
@@ -218,7 +228,9 @@ class _Program:
         """A lower bound on the cost of recomputation, in the graph's unit."""
         return objective / self._steps
 
-    def held(self, value, boolean) -> list[int]:
+    def held(
+        self, value: Callable[[cp_model.LinearExprT], int], boolean: Callable[[cp_model.IntVar], bool]
+    ) -> list[int]:
         """What a solution holds into each stage, as bit sets."""
         n = self.graph.n
         first_moment = np.array([self._moment(s, 0) for s in range(n)])
@@ -250,7 +262,7 @@ class _Program:
             idle = self._moment(self._stages_of(v)[0], v) if len(intervals) > 1 else 0
             for c, one in enumerate(intervals):
                 runs = c < len(starts[v])
-                if one.active is not None:
+                if one.active is not None and not isinstance(one.start, int):
                     self.model.add_hint(one.active, runs)
                     self.model.add_hint(one.start, starts[v][c] if runs else idle)
                 self.model.add_hint(one.end, ends[v][c] if runs else idle)

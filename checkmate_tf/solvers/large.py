@@ -36,7 +36,7 @@ _NEARLY = 1.3  # times the inner budget: peaks that spreading may bring below it
 _CLOSE = 0.01  # a peak this close below the budget is not worth another round
 
 
-def improve(evaluator: Evaluator, budget_bytes: int, recorder: Recorder, options: Options) -> None:
+def improve(evaluator: Evaluator, budget_bytes: int, recorder: Recorder[StagedSchedule], options: Options) -> None:
     """Offers the recorder schedules of a large graph until its time is up or nothing more pays.
 
     Args:
@@ -74,11 +74,12 @@ def _merged(
     evaluator: Evaluator,
     inner_bytes: float,
     known: StagedSchedule | None,
-    recorder: Recorder,
+    recorder: Recorder[StagedSchedule],
     options: Options,
 ) -> StagedSchedule | None:
     """The best schedule of the merged model within the inner budget, or the smallest where none fits."""
-    model, pool = relaxation.model, Pool()
+    model = relaxation.model
+    pool: Pool[StagedSchedule] = Pool()
     options = dataclasses.replace(options, time_limit_s=_ROUND_SHARE * recorder.clock.left_s, on_progress=None)
     own = Recorder(pool, int(inner_bytes), Clock(options.time_limit_s), options)
     guide = None
@@ -95,10 +96,10 @@ def _merged(
                 recorder.offer(spread(evaluator, schedule))
     search = Search(model, evaluator, relaxation if guide is not None else None, guide, int(inner_bytes), own, options)
     search.run([*pool.front(), *([known] if known is not None else [])])
-    return own.best or pool.smallest()
+    return own.best or next(iter(pool.front()), None)
 
 
-def _feasible_relaxation(graph: Graph, budget_bytes: float, recorder: Recorder) -> Relaxation | None:
+def _feasible_relaxation(graph: Graph, budget_bytes: float, recorder: Recorder[StagedSchedule]) -> Relaxation | None:
     """Of the narrowest window whose model the budget does not make infeasible, once solved."""
     for window in _WINDOWS:
         model = _model(graph, window)

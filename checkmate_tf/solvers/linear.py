@@ -11,8 +11,11 @@ import dataclasses
 import datetime
 import enum
 import logging
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from checkmate_tf.core.problem import Stop
 from checkmate_tf.solvers.engines import (
@@ -38,14 +41,14 @@ NEXT_TO_NOTHING = 1e-9  # smaller coefficients are left out
 class Rows:
     """Builder of rows lower <= sum coefficient * x <= upper, with constants 0 and 1 folded away."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._count = 0
         self._lower: list[np.ndarray] = []
         self._upper: list[np.ndarray] = []
         self._terms: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._constants: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def new(self, count: int, lower, upper) -> np.ndarray:
+    def new(self, count: int, lower: npt.ArrayLike, upper: npt.ArrayLike) -> np.ndarray:
         """Indices of `count` new rows."""
         rows = np.arange(self._count, self._count + count)
         self._count += count
@@ -53,15 +56,15 @@ class Rows:
         self._upper.append(np.broadcast_to(np.asarray(upper, np.float64), count))
         return rows
 
-    def add(self, rows: np.ndarray, codes: np.ndarray, coefficient) -> None:
+    def add(self, rows: np.ndarray, codes: np.ndarray, coefficient: npt.ArrayLike) -> None:
         """Adds coefficient * codes[k] to row rows[k]; a code is a column, ONE or ZERO."""
-        coefficient = np.broadcast_to(np.asarray(coefficient, np.float64), rows.shape)
+        each = np.broadcast_to(np.asarray(coefficient, np.float64), rows.shape)
         column = codes >= 0
         if column.any():
-            self._terms.append((rows[column], codes[column], coefficient[column]))
+            self._terms.append((rows[column], codes[column], each[column]))
         one = codes == ONE
         if one.any():
-            self._constants.append((rows[one], coefficient[one]))
+            self._constants.append((rows[one], each[one]))
 
     def finish(self, num_columns: int) -> SparseRows:
         """Sums duplicate terms, moves constants to the right-hand sides, sorts by row."""
@@ -203,7 +206,7 @@ class Basis:
     rows: np.ndarray
 
 
-def _fill(vector, ids: np.ndarray, values: np.ndarray) -> None:
+def _fill(vector: Any, ids: np.ndarray, values: np.ndarray) -> None:
     vector.ids.extend(ids.tolist())
     vector.values.extend(values.tolist())
 
@@ -276,7 +279,7 @@ class Session:
 
 
 @contextlib.contextmanager
-def _interrupter(stop: Stop | None):
+def _interrupter(stop: Stop | None) -> Iterator[PySolveInterrupter | None]:
     """What ends GLOP when `stop` is asked, or None. SCIP cannot be ended that way; its limits are short."""
     if stop is None:
         yield None
@@ -306,7 +309,9 @@ def _duals(result: result_pb2.SolveResultProto) -> np.ndarray | None:
     return np.array(result.solutions[0].dual_solution.dual_values.values)  # engines name every row, in order
 
 
-def simplex_parameters(time_limit_s: float, *, dual: bool = True, presolve: bool = True):
+def simplex_parameters(
+    time_limit_s: float, *, dual: bool = True, presolve: bool = True
+) -> parameters_pb2.SolveParametersProto:
     """GLOP's parameters. Without presolve a solve starts from the basis of the one before."""
     parameters = _parameters(time_limit_s, None, 0)
     parameters.ClearField("random_seed")

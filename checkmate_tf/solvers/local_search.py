@@ -10,12 +10,11 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-import numpy as np
-
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
+from checkmate_tf.core.requirements import least_bytes
 from checkmate_tf.solvers.annealing import Annealing
-from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
+from checkmate_tf.solvers.base import Clock, EvaluatedSchedule, Recorder, Solver
 from checkmate_tf.solvers.sequenced import sequenced
 from checkmate_tf.solvers.staged import Evaluator
 from checkmate_tf.solvers.starts import add_starts, start_schedules
@@ -58,14 +57,13 @@ _MOVES_PER_NODE = 400  # in a pass
 _LEAST_MOVES, _MOST_MOVES = 2000, 200_000
 
 
-class LocalSearchSolver(Solver):
+class LocalSearchSolver(Solver[EvaluatedSchedule]):
     """Annealing from the best heuristic schedule; keeps the order where the options say so."""
 
     name = "local_search"
 
     def __init__(self, graph: Graph):
         super().__init__(graph)
-        self.pool = Pool()
         self._starts = start_schedules(Evaluator(graph))
 
     def solve(self, budget_bytes: int, options: Options) -> Solution:
@@ -83,7 +81,7 @@ class LocalSearchSolver(Solver):
         """
         clock = Clock(options.time_limit_s)
         if options.hint is not None:
-            self.pool.add(sequenced(self.graph, options.hint.sequence()))
+            self.pool.add(sequenced(self.graph, list(options.hint.sequence())))
         else:
             add_starts(self.pool, self._starts, options.time_limit_s)
         recorder = Recorder(self.pool, budget_bytes, clock, options)
@@ -96,7 +94,14 @@ class LocalSearchSolver(Solver):
         proven = recorder.gap() <= _PROVEN
         return self._solution(recorder, clock, status=Status.OPTIMAL if proven else None, bound_of=ANY_ORDER)
 
-    def _anneal(self, budget_bytes: int, recorder: Recorder, options: Options, passes, most_stalled: int) -> None:
+    def _anneal(
+        self,
+        budget_bytes: int,
+        recorder: Recorder[EvaluatedSchedule],
+        options: Options,
+        passes: Sequence[Pass],
+        most_stalled: int,
+    ) -> None:
         """Anneals until time is up, the gap is closed or passes stop paying."""
         graph = self.graph
         if not graph.n:
@@ -114,14 +119,8 @@ class LocalSearchSolver(Solver):
                 ended = annealing.run(moves, one.hot, one.weight, lambda: recorder.clock.left_s <= 0)
             finally:  # an interrupt loses nothing
                 stalled += 1
-                if annealing.best_cost < best:
+                if annealing.best is not None and annealing.best_cost < best:
                     best, stalled = annealing.best_cost, 0
                     recorder.offer(sequenced(graph, annealing.best))
             if not ended:
                 return
-
-
-def least_bytes(graph: Graph) -> int:
-    """A lower bound on the peak in any order: the most that one node's inputs, output and workspace take."""
-    inputs = np.array([graph.out_bytes[list(deps)].sum() for deps in graph.deps], np.int64)
-    return graph.fixed_bytes + max(0, int((inputs + graph.out_bytes + graph.workspace_bytes).max(initial=0)))

@@ -17,9 +17,9 @@ import numpy as np
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
-from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
+from checkmate_tf.solvers.base import Clock, Recorder, Solver
 from checkmate_tf.solvers.linear import Outcome
-from checkmate_tf.solvers.relaxation import Relaxation, Relaxed
+from checkmate_tf.solvers.relaxation import Relaxation
 from checkmate_tf.solvers.rounding import round_relaxation
 from checkmate_tf.solvers.scope import Restrictions, Scope, build_scope
 from checkmate_tf.solvers.stage_model import StageModel, build_stage_model
@@ -32,14 +32,13 @@ _PLACES = 12_000  # recomputable places (stage, node) of the largest model that 
 _DRAWS = 50  # random roundings of one relaxation
 
 
-class LpRoundingSolver(Solver):
+class LpRoundingSolver(Solver[StagedSchedule]):
     """Deterministic rounding: every threshold of a sweep at every eps."""
 
     name = "lp_rounding"
 
     def __init__(self, graph: Graph):
         super().__init__(graph)
-        self.pool = Pool()
         self._evaluator = Evaluator(graph)
 
     def solve(self, budget_bytes: int, options: Options) -> Solution:
@@ -69,7 +68,7 @@ class LpRoundingSolver(Solver):
                 break
             if not eps:
                 recorder.raise_bound(relaxed.bound)
-            for schedule in self._roundings(model, relaxed, random):
+            for schedule in self._roundings(model, relaxed.x, random):
                 recorder.offer(schedule)
                 if clock.left_s <= 0:
                     break
@@ -86,22 +85,22 @@ class LpRoundingSolver(Solver):
     def _widest(self) -> tuple[Restrictions, Scope]:
         """The widest window whose model is not too large, or the narrowest."""
         forward_once = bool(self.graph.is_gradient.any())
-        widest = None
+        tried: list[tuple[Restrictions, Scope]] = []
         for window in _WINDOWS:
             restrictions = Restrictions(window=window, forward_once=forward_once)
             scope = build_scope(self.graph, restrictions)
-            if widest is not None and scope.again.sum() > _PLACES:
+            if tried and scope.again.sum() > _PLACES:
                 break
-            widest = restrictions, scope
-        return widest
+            tried.append((restrictions, scope))
+        return tried[-1]
 
     def _roundings(
         self,
         model: StageModel,
-        relaxed: Relaxed,
+        relaxed_x: np.ndarray,
         random: np.random.Generator,  # noqa: ARG002 - the other kind of rounding needs it
     ) -> Iterator[StagedSchedule]:
-        return round_relaxation(model, self._evaluator, relaxed.x)
+        return round_relaxation(model, self._evaluator, relaxed_x)
 
 
 class RandomLpRoundingSolver(LpRoundingSolver):
@@ -109,7 +108,9 @@ class RandomLpRoundingSolver(LpRoundingSolver):
 
     name = "lp_rounding_random"
 
-    def _roundings(self, model: StageModel, relaxed: Relaxed, random: np.random.Generator) -> Iterator[StagedSchedule]:
+    def _roundings(
+        self, model: StageModel, relaxed_x: np.ndarray, random: np.random.Generator
+    ) -> Iterator[StagedSchedule]:
         for _ in range(_DRAWS):
-            rounded = (random.random(model.num_columns) < relaxed.x).astype(float)
+            rounded = (random.random(model.num_columns) < relaxed_x).astype(float)
             yield self._evaluator.evaluate(model.scope.blocks, model.held_masks(rounded))

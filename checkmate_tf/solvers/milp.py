@@ -32,10 +32,10 @@ import numpy as np
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
-from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
+from checkmate_tf.core.requirements import needed_bytes
+from checkmate_tf.solvers.base import Clock, Recorder, Solver
 from checkmate_tf.solvers.cp_sat import byte_unit, run_cp_sat
 from checkmate_tf.solvers.engines import cp_model
-from checkmate_tf.solvers.minimum import needed_bytes
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, masks_from_rows, node_blocks, rows_from_masks
 from checkmate_tf.solvers.starts import add_starts, start_schedules
 
@@ -46,7 +46,7 @@ _TERMS_PER_S = 500_000  # of memory rows, that are built and presolved
 _MOST_UNITS = 1 << 52  # all bytes in CP-SAT's units: sums of them stay far below 2^63
 
 
-class MilpSolver(Solver):
+class MilpSolver(Solver[StagedSchedule]):
     """The exact program. Proves optimality of the full Checkmate model on graphs of up to some 50 nodes."""
 
     name = "milp"
@@ -54,7 +54,6 @@ class MilpSolver(Solver):
     def __init__(self, graph: Graph):
         super().__init__(graph)
         self.evaluator = Evaluator(graph)
-        self.pool = Pool()
         self._starts = start_schedules(self.evaluator)
 
     def solve(self, budget_bytes: int, options: Options) -> Solution:
@@ -77,7 +76,9 @@ class MilpSolver(Solver):
         return self._solution(recorder, clock, status=status, bound_of="checkmate")
 
 
-def solve_exactly(evaluator: Evaluator, budget_bytes: int, recorder: Recorder, options: Options) -> Status:
+def solve_exactly(
+    evaluator: Evaluator, budget_bytes: int, recorder: Recorder[StagedSchedule], options: Options
+) -> Status:
     """Runs CP-SAT from the recorder's incumbent and offers it what is found.
 
     Returns:
@@ -105,7 +106,7 @@ def num_terms(graph: Graph) -> int:
 
 
 class _Offer(cp_model.CpSolverSolutionCallback):
-    def __init__(self, program: Program, evaluator: Evaluator, recorder: Recorder):
+    def __init__(self, program: Program, evaluator: Evaluator, recorder: Recorder[StagedSchedule]):
         super().__init__()
         self._program, self._evaluator, self._recorder = program, evaluator, recorder
 
@@ -189,7 +190,7 @@ class Program:
                 self._within_budget([*in_use, *extra], fixed)
             in_use.extend((self._released(t, i, k), -self._size[i]) for i in (*self.graph.deps[k], k))
 
-    def _within_budget(self, terms: list, fixed: int) -> None:
+    def _within_budget(self, terms: list[tuple[cp_model.IntVar, int]], fixed: int) -> None:
         variables, weights = zip(*terms, strict=True) if terms else ((), ())
         self.model.add(cp_model.LinearExpr.weighted_sum(variables, weights) <= self._budget - fixed)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options
+from checkmate_tf.core.requirements import needed_bytes
 from checkmate_tf.core.schedule import Schedule
-
-if TYPE_CHECKING:
-    from checkmate_tf.solvers.stages import StagesSolver
+from checkmate_tf.solvers.stages import StagesSolver
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,29 +36,6 @@ class MinimumBudget:
     strategy: str
 
 
-def needed_bytes(graph: Graph, *, gradients_once: bool) -> np.ndarray:
-    """int64 (n,). Bytes in use while each node first runs, whatever the schedule.
-
-    Its inputs, its output and workspace, and every value that is used again later but cannot be
-    computed again.
-
-    Args:
-        graph: n nodes.
-        gradients_once: Gradient nodes are not computed again either.
-    """
-    once = ~graph.recomputable | (graph.is_gradient if gradients_once else False)
-    last_use = np.array([max(users, default=i) for i, users in enumerate(graph.users)], np.int64)
-    change = np.zeros(graph.n + 1, np.int64)
-    kept = np.nonzero(once)[0]
-    np.add.at(change, kept, graph.out_bytes[kept])
-    np.add.at(change, last_use[kept] + 1, -graph.out_bytes[kept])
-    needed = np.cumsum(change)[: graph.n] + graph.workspace_bytes + graph.fixed_bytes
-    for k, deps in enumerate(graph.deps):
-        extra = [j for j in (*deps, k) if not once[j]]
-        needed[k] += int(graph.out_bytes[extra].sum())
-    return needed
-
-
 def minimum_budget(
     graph: Graph, *, solver: StagesSolver | None = None, time_limit_s: float = 10.0, seed: int = 0
 ) -> MinimumBudget:
@@ -75,8 +50,6 @@ def minimum_budget(
         time_limit_s: Seconds.
         seed: Of the search.
     """
-    from checkmate_tf.solvers.stages import StagesSolver
-
     any_bound = needed_bytes(graph, gradients_once=False)
     once_bound = needed_bytes(graph, gradients_once=True)
     floor = max(graph.fixed_bytes, int(once_bound.max(initial=0)))

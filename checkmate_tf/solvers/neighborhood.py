@@ -136,7 +136,9 @@ def _free_memory(
     return rows.compressed()
 
 
-def _segments(place, column, value, places: int):
+def _segments(
+    place: np.ndarray, column: np.ndarray, value: np.ndarray, places: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Turns changes at places into (start, end, column, coefficient) stretches of constant coefficient."""
     order = np.lexsort((place, column))
     place, column, value = place[order], column[order], value[order]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Problem, Solution
@@ -35,7 +36,7 @@ def names() -> tuple[str, ...]:
     return tuple(_STRATEGIES)
 
 
-def create(name: str, graph: Graph) -> Solver:
+def create(name: str, graph: Graph) -> Solver[Any]:
     """A solver of one strategy for one graph.
 
     Raises:
@@ -44,7 +45,8 @@ def create(name: str, graph: Graph) -> Solver:
     if name not in _STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(_STRATEGIES)}; got {name!r}.")
     module, cls = _STRATEGIES[name]
-    return getattr(importlib.import_module(module), cls)(graph)
+    solver: Solver[Any] = getattr(importlib.import_module(module), cls)(graph)
+    return solver
 
 
 def solve(problem: Problem, strategy: str = "auto", options: Options | None = None) -> Solution:

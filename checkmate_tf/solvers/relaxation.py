@@ -91,7 +91,7 @@ class Relaxation:
             self._session.update(cost=objective, lower=lower, upper=upper, row_upper=rows)
             answer = self._session.solve(simplex_parameters(time_limit_s, presolve=False), self._basis, stop)
             self._basis = None
-        if answer.outcome is not Outcome.OPTIMAL:
+        if answer.outcome is not Outcome.OPTIMAL or answer.x is None:
             outcome = answer.outcome if answer.outcome is Outcome.INFEASIBLE else Outcome.NOTHING
             return Relaxed(outcome, None, -np.inf)
         x = np.clip(answer.x[: model.num_columns], 0.0, 1.0)

@@ -21,14 +21,19 @@ import time
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 from checkmate_tf.core.graph import Graph
-from checkmate_tf.core.problem import Options, Solution
+from checkmate_tf.core.problem import OnProgress, Options, Solution
 from checkmate_tf.errors import CheckmateError
+from checkmate_tf.solvers.base import Solver
 from checkmate_tf.solvers.minimum import MinimumBudget, minimum_budget
 from checkmate_tf.solvers.registry import create
+from checkmate_tf.solvers.stages import StagesSolver
 
 _log = logging.getLogger(__name__)
+
+Request = tuple[Any, ...]
 
 _PATIENCE_S = 60.0  # beyond the time limit, until a solver is taken to hang
 _ENDING_S = 5.0
@@ -71,6 +76,7 @@ class RemoteSolver:
             CheckmateError: Two processes died, or one hangs.
         """
         sent = dataclasses.replace(options, on_progress=None, stop=None)
+        solution: Solution
         solution, self._front = self._ask(
             lambda limit_s: ("solve", int(budget_bytes), dataclasses.replace(sent, time_limit_s=limit_s)),
             options.time_limit_s,
@@ -93,7 +99,8 @@ class RemoteSolver:
         Raises:
             CheckmateError: Two processes died, or one hangs.
         """
-        return self._ask(lambda limit_s: ("minimum", limit_s, own), time_limit_s, None)
+        found: MinimumBudget | None = self._ask(lambda limit_s: ("minimum", limit_s, own), time_limit_s, None)
+        return found
 
     def close(self) -> None:
         """Gives the process back, for the next solver."""
@@ -101,7 +108,7 @@ class RemoteSolver:
             self._child = None
             self._release()
 
-    def _ask(self, request: Callable[[float], tuple], limit_s: float, on_progress):
+    def _ask(self, request: Callable[[float], Request], limit_s: float, on_progress: OnProgress | None) -> Any:
         """What a process answers to the request within a number of seconds, or another one where it dies."""
         began = time.perf_counter()
         try:
@@ -111,27 +118,27 @@ class RemoteSolver:
             left_s = max(_LEAST_S, limit_s - (time.perf_counter() - began))
             return self._ask_once(request(left_s), left_s, on_progress)
 
-    def _ask_once(self, request: tuple, limit_s: float, on_progress):
-        is_new = self._child is None
+    def _ask_once(self, request: Request, limit_s: float, on_progress: OnProgress | None) -> Any:
+        child, is_new = self._child or _take(), self._child is None
         if is_new:
-            self._child = _take()
-            self._release = weakref.finalize(self, _give_back, self._child)
+            self._child = child
+            self._release = weakref.finalize(self, _give_back, child)
         try:
             if is_new:
-                self._child.send(("graph", self.name, self.graph))
-            self._child.send(request)
+                child.send(("graph", self.name, self.graph))
+            child.send(request)
             while True:
-                kind, *answer = self._child.receive(limit_s + _PATIENCE_S)
+                kind, *answer = child.receive(limit_s + _PATIENCE_S)
                 if kind == "progress":
                     if on_progress is not None:
                         on_progress(*answer)
                     continue
-                self._child.is_idle = True
+                child.is_idle = True
                 if kind == "error":
                     raise CheckmateError(f"the solver failed: {answer[0]}")
                 return answer[0]
         finally:
-            if not self._child.is_idle:  # it died, hangs, or the user has interrupted it
+            if not child.is_idle:  # it died, hangs, or the user has interrupted it
                 self.close()
 
 
@@ -146,7 +153,7 @@ class _Child:
         is_idle: It has answered what it was asked last.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.is_idle = True
         to_child, from_parent = os.pipe()[::-1]
         from_child, to_parent = os.pipe()
@@ -165,7 +172,7 @@ class _Child:
         """Whether the process has not ended."""
         return self._process.poll() is None
 
-    def send(self, message: tuple) -> None:
+    def send(self, message: Request) -> None:
         """Sends a request.
 
         Raises:
@@ -177,7 +184,7 @@ class _Child:
         except BrokenPipeError as error:
             raise self._ended() from error
 
-    def receive(self, limit_s: float) -> tuple:
+    def receive(self, limit_s: float) -> tuple[Any, ...]:
         """What it says next.
 
         Raises:
@@ -187,7 +194,8 @@ class _Child:
         if not self._receive.poll(limit_s):
             raise CheckmateError(f"the solver did not answer within {limit_s:.0f} s.")
         try:
-            return self._receive.recv()
+            said: tuple[Any, ...] = self._receive.recv()
+            return said
         except EOFError as error:
             raise self._ended() from error
 
@@ -240,7 +248,7 @@ def _end_spare() -> None:
 
 def _serve(receive: Connection, send: Connection) -> None:
     """Answers requests until the other side closes. A graph begins anew, and is not answered."""
-    solver = None
+    solver: Solver[Any] | None = None
     while True:
         try:
             kind, *arguments = receive.recv()
@@ -255,10 +263,12 @@ def _serve(receive: Connection, send: Connection) -> None:
             send.send(("error", f"{type(error).__name__}: {error}"))
 
 
-def _answer(solver, kind: str, arguments: list, send: Connection):
+def _answer(solver: Solver[Any] | None, kind: str, arguments: list[Any], send: Connection) -> object:
+    if solver is None:
+        raise ValueError("no graph was sent")
     if kind == "minimum":
         time_limit_s, own = arguments
-        reusable = solver if hasattr(solver, "smallest") else None
+        reusable = solver if isinstance(solver, StagesSolver) else None
         if own and reusable is None:
             return None
         return minimum_budget(solver.graph, solver=reusable, time_limit_s=time_limit_s)

@@ -102,7 +102,7 @@ class Search:
         relaxation: Relaxation | None,
         relaxed_x: np.ndarray | None,
         budget_bytes: int,
-        recorder: Recorder,
+        recorder: Recorder[StagedSchedule],
         options: Options,
     ):
         self._model, self._evaluator, self._relaxation = model, evaluator, relaxation
@@ -114,7 +114,7 @@ class Search:
         self._sizes = _Sizes()
         self._noise_s = 0.0
         self._round_limit_s = min(_ROUND_LIMIT_S, _ROUND_SHARE * options.time_limit_s)
-        self._current: StagedSchedule | None = None
+        self._current: StagedSchedule  # from the start of a run on
 
     def run(
         self,
@@ -205,11 +205,15 @@ class Search:
             return self._window(self._model.node_of, self._model.graph.forward_end, self._sizes.nodes, random)
         if kind == "stages":
             return self._stage_window(random)
-        target = self._relaxed_x if kind == "relaxed" else self._guide(x, random)
+        if kind == "relaxed" or self._relaxation is None:
+            target = self._relaxed_x
+        else:
+            target = self._guide(x, self._relaxation, random)
         if target is None:
             return None
-        free = np.abs(target - x) > self._sizes.distance * random.random() + 1e-3
-        return free | (random.random(self._model.graph.n) < self._sizes.beside)[self._model.node_of]
+        free: np.ndarray = np.abs(target - x) > self._sizes.distance * random.random() + 1e-3
+        free |= (random.random(self._model.graph.n) < self._sizes.beside)[self._model.node_of]
+        return free
 
     def _window(self, position: np.ndarray, count: int, share: float, random: np.random.Generator) -> np.ndarray:
         width = max(4, int(share * count))
@@ -225,7 +229,7 @@ class Search:
         first = self._current.peak_stage - int(random.integers(width))
         return (stage_of >= first) & (stage_of < first + width)
 
-    def _guide(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray | None:
+    def _guide(self, x: np.ndarray, relaxation: Relaxation, random: np.random.Generator) -> np.ndarray | None:
         """The relaxation with one half of the nodes or stages fixed, or with costs that vary by node.
 
         Fixing keeps the last basis dual feasible and takes little time; other costs do not.
@@ -245,7 +249,7 @@ class Search:
             fixed = ~self._window(position, count, 0.5, random), x
         began = time.perf_counter()
         limit_s = min(self._round_limit_s, self._clock.left_s)
-        relaxed = self._relaxation.solve(budget, limit_s, cost=cost, fixed=fixed, stop=self._clock.stop)
+        relaxed = relaxation.solve(budget, limit_s, cost=cost, fixed=fixed, stop=self._clock.stop)
         if noisy:
             self._noise_s = time.perf_counter() - began
         return relaxed.x

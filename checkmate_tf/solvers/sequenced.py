@@ -27,7 +27,8 @@ class SequencedSchedule:
 
     def sequence(self) -> list[int]:
         """Node indices in order of execution."""
-        return self.nodes.tolist()
+        nodes: list[int] = self.nodes.tolist()
+        return nodes
 
     def to_schedule(self, graph: Graph) -> SequenceSchedule:  # noqa: ARG002 - other schedules need it
         """The schedule alone."""

@@ -23,8 +23,10 @@ References:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.solvers.linear import (
@@ -160,7 +162,8 @@ class StageModel:
 
     def _held_or_recomputed(self) -> np.ndarray:
         """Places of rows (1), the first of `logic`."""
-        return self.scope.again & (self.present != ONE) & (self.held[:-1] != ZERO)
+        places: np.ndarray = self.scope.again & (self.present != ONE) & (self.held[:-1] != ZERO)
+        return places
 
     def integer(self) -> np.ndarray:
         """Which decisions must be whole: S and P. A follows."""
@@ -252,6 +255,7 @@ class _Builder:
         columns = self.num_columns
         memory = self.memory.finish(columns)
         constant = -memory.lower
+        alive, stages, nodes, users = map(_joined, zip(*self.alive, strict=True) if self.alive else ((),) * 4)
         return StageModel(
             self.graph,
             self.restrictions,
@@ -264,11 +268,9 @@ class _Builder:
             constant,
             self.cost,
             self.cost_constant,
-            tuple(np.concatenate(part) if part else np.zeros(0, np.int64) for part in zip(*self.alive, strict=True))
-            if self.alive
-            else (np.zeros(0, np.int64),) * 4,
-            np.concatenate(self.stage_of) if self.stage_of else np.zeros(0, np.int64),
-            np.concatenate(self.node_of) if self.node_of else np.zeros(0, np.int64),
+            (alive, stages, nodes, users),
+            _joined(self.stage_of),
+            _joined(self.node_of),
             self.place,
             self.unit_bytes,
             self.unit_cost,
@@ -310,7 +312,8 @@ class _Builder:
         """Numbers the computations q in order of execution."""
         runs = self.scope.again.copy()
         runs[self.block_of, np.arange(self.graph.n)] = True
-        self.place = np.nonzero(runs)
+        stages, nodes = np.nonzero(runs)
+        self.place = stages, nodes
         self.place_of = np.full(runs.shape, -1, np.int64)
         self.place_of[runs] = self.memory.new(len(self.place[0]), 0.0, 0.0)
         self.last_place = len(self.place[0]) - 1
@@ -331,11 +334,11 @@ class _Builder:
             self.memory.add(rows, codes, sign * (size + workspace))
             self._add_after(rows, codes, -sign * workspace)
 
-    def _add_after(self, places: np.ndarray, codes: np.ndarray, coefficient) -> None:
+    def _add_after(self, places: np.ndarray, codes: np.ndarray, coefficient: npt.ArrayLike) -> None:
         """Adds to V from the computation after `places` on."""
         follows = places < self.last_place
-        coefficient = np.broadcast_to(coefficient, places.shape)
-        self.memory.add(places[follows] + 1, codes[follows], coefficient[follows])
+        each = np.broadcast_to(np.asarray(coefficient), places.shape)
+        self.memory.add(places[follows] + 1, codes[follows], each[follows])
 
     def _follow_value(self, node: int) -> None:
         """(2), (3) and the releases of (4) for one value, from its last use in each stage back to its first."""
@@ -356,7 +359,7 @@ class _Builder:
                 self._use(node, users[p], stages[at], before, alive[at])
                 alive[at] = before
 
-    def _release_after_block(self, node: int, users, stages: np.ndarray, alive: np.ndarray) -> None:
+    def _release_after_block(self, node: int, users: Sequence[int], stages: np.ndarray, alive: np.ndarray) -> None:
         """The stage's block reads (or computes) the value: it is alive until then, and then only if handed on."""
         last = dict.fromkeys([int(self.block_of[node])], node)
         for u in users:
@@ -366,17 +369,25 @@ class _Builder:
         self._release(places, np.full(len(at), ONE), alive[at], self.bytes[node])
         alive[at] = ONE
 
-    def _alive_before(self, node, user, stages, alive, present, is_first) -> np.ndarray:
+    def _alive_before(
+        self,
+        node: int,
+        user: int,
+        stages: np.ndarray,
+        alive: np.ndarray,
+        present: np.ndarray,
+        is_first: np.ndarray,
+    ) -> np.ndarray:
         """Codes of A before the computation of `user`: 1, P or a new column."""
         before = np.where(alive == ONE, ONE, np.where(is_first, present, ZERO))
         new = (alive != ONE) & ~is_first
-        before[new] = self._columns(stages[new], np.int64(node))
+        before[new] = self._columns(stages[new], np.array(node))
         count = int(new.sum())
         if count:
             self.alive.append((before[new], stages[new], np.full(count, node), np.full(count, user)))
         return before
 
-    def _use(self, node, user, stages, before, after) -> None:
+    def _use(self, node: int, user: int, stages: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
         """(2) alive when used, (3) never alive again, and the release between them."""
         rows_at = before != ONE
         rows = self.logic.new(int(rows_at.sum()), -np.inf, 0.0)
@@ -390,7 +401,7 @@ class _Builder:
         changed = before != after
         self._release(self.place_of[stages[changed], user], before[changed], after[changed], self.bytes[node])
 
-    def _release(self, places, before, after, size: float) -> None:
+    def _release(self, places: np.ndarray, before: np.ndarray, after: np.ndarray, size: float) -> None:
         self._add_after(places, before, -size)
         self._add_after(places, after, size)
 
@@ -422,3 +433,7 @@ class _Builder:
             column = codes >= 0
             np.add.at(self.cost, codes[column], sign * unit[column])
             self.cost_constant += sign * float(unit[codes == ONE].sum())
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)

@@ -189,7 +189,7 @@ class Evaluator:
         peak, stage = self._peak(blocks, kept, again)
         return StagedSchedule(tuple(blocks), tuple(kept), tuple(again), cost, peak, stage)
 
-    def _peak(self, blocks, held, again) -> tuple[int, int]:
+    def _peak(self, blocks: Sequence[tuple[int, int]], held: Sequence[int], again: Sequence[int]) -> tuple[int, int]:
         """Peak bytes and the stage that reaches it; follows Algorithm 1's order."""
         in_use, peak, where = self.graph.fixed_bytes, -1, 0
         for t, (first, end) in enumerate(blocks):

@@ -16,7 +16,8 @@ import numpy as np
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
-from checkmate_tf.solvers.base import Clock, Pool, Recorder, Solver
+from checkmate_tf.core.requirements import needed_bytes
+from checkmate_tf.solvers.base import Clock, Recorder, Solver
 from checkmate_tf.solvers.chain_bound import chain_bound
 from checkmate_tf.solvers.cuts import cut_schedules
 from checkmate_tf.solvers.eviction import evicting_schedules, small_schedules
@@ -31,7 +32,6 @@ from checkmate_tf.solvers.linear import (
     solve_once,
     stack_rows,
 )
-from checkmate_tf.solvers.minimum import needed_bytes
 from checkmate_tf.solvers.neighborhood import build_neighborhood
 from checkmate_tf.solvers.relaxation import BOUND_SLACK, Relaxation, Relaxed
 from checkmate_tf.solvers.rounding import round_relaxation
@@ -85,7 +85,7 @@ _LARGE = 40000  # and of one that is not tried
 _TIGHTENED = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)  # budgets 1 - eps at which the relaxation is rounded, too
 
 
-class StagesSolver(Solver):
+class StagesSolver(Solver[StagedSchedule]):
     """Stage model, relaxation, rounding and large-neighborhood search."""
 
     name = "stages"
@@ -93,7 +93,6 @@ class StagesSolver(Solver):
     def __init__(self, graph: Graph):
         super().__init__(graph)
         self.evaluator = Evaluator(graph)
-        self.pool = Pool()
         self._models = _MODELS if graph.is_gradient.any() else _PER_NODE
         self._starts = start_schedules(self.evaluator)
         self._chain = chain_bound(graph)
@@ -143,16 +142,16 @@ class StagesSolver(Solver):
                 self._wide_search(budget_bytes, recorder, options).run(self.pool.front())
                 clock.phase("search")
             status = Status.INFEASIBLE if proven else None
-            bound_of = self._models[0].model_name() if proven or recorder.bound > whole else BOUND_OF
+            bound_of = self._models[0].model_name() if proven or recorder.proves_more_than(whole) else BOUND_OF
             return self._solution(recorder, clock, status=status, bound_of=bound_of)
         recorder.raise_bound(relaxed.bound)
         relaxation = self._relaxations[restrictions]
-        relaxed, cut = self._tighten(relaxation, relaxed, budget_bytes, recorder)
+        guide, cut = self._tighten(relaxation, relaxed.x, relaxed.bound, budget_bytes, recorder)
         restrictions = dataclasses.replace(restrictions, used_at_once=cut)
-        self._round(relaxation, relaxed, budget_bytes, recorder, options)
+        self._round(relaxation, guide, budget_bytes, recorder, options)
         clock.phase("round")
         if recorder.gap() > options.gap:
-            search = Search(relaxation.model, self.evaluator, relaxation, relaxed.x, budget_bytes, recorder, options)
+            search = Search(relaxation.model, self.evaluator, relaxation, guide, budget_bytes, recorder, options)
             columns = relaxation.model.num_columns
             bounded, soon = columns <= _BOUNDED, columns <= _BOUNDED_SOON and options.workers > 1
             inside = search.run(
@@ -169,7 +168,7 @@ class StagesSolver(Solver):
             recorder,
             clock,
             status=Status.OPTIMAL if proven else Status.FEASIBLE,
-            bound_of=restrictions.model_name() if recorder.bound > whole else BOUND_OF,
+            bound_of=restrictions.model_name() if recorder.proves_more_than(whole) else BOUND_OF,
         )
 
     def smallest(self, target_bytes: int, options: Options) -> StagedSchedule:
@@ -186,7 +185,7 @@ class StagesSolver(Solver):
             search.run(self.pool.front(), until_fits=True)
         return self.pool.smallest()
 
-    def _wide_search(self, budget_bytes: int, recorder: Recorder, options: Options) -> Search:
+    def _wide_search(self, budget_bytes: int, recorder: Recorder[StagedSchedule], options: Options) -> Search:
         """A search without a relaxation to guide it, on a model that reaches small peaks."""
         wide = _WIDE if self.graph.is_gradient.any() else _PER_NODE
         restrictions = next(r for r in wide if self._places(r) <= _QUICK or r == wide[-1])
@@ -199,7 +198,7 @@ class StagesSolver(Solver):
             self.pool.add(self.evaluator.of_schedule(options.hint))
         add_starts(self.pool, self._starts, options.time_limit_s)
 
-    def _cut(self, budget_bytes: int, recorder: Recorder, options: Options) -> None:
+    def _cut(self, budget_bytes: int, recorder: Recorder[StagedSchedule], options: Options) -> None:
         """Offers schedules from cuts through the forward pass."""
         if not 1 < self.graph.num_forward < self.graph.n:
             return
@@ -209,7 +208,7 @@ class StagesSolver(Solver):
             if recorder.gap() <= options.gap:
                 return
 
-    def _evict(self, budget_bytes: int, recorder: Recorder, options: Options) -> None:
+    def _evict(self, budget_bytes: int, recorder: Recorder[StagedSchedule], options: Options) -> None:
         """Offers schedules by eviction."""
         clock = recorder.clock
         until_s = clock.elapsed_s + _EVICT_SHARE * clock.left_s
@@ -252,26 +251,40 @@ class StagesSolver(Solver):
             self._infeasible_bytes[restrictions] = budget_bytes
         return restrictions, relaxed
 
-    def _tighten(self, relaxation: Relaxation, relaxed: Relaxed, budget_bytes: int, recorder: Recorder):
+    def _tighten(
+        self,
+        relaxation: Relaxation,
+        relaxed_x: np.ndarray,
+        bound: float,
+        budget_bytes: int,
+        recorder: Recorder[StagedSchedule],
+    ) -> tuple[np.ndarray, bool]:
         """Solves the relaxation with cuts, the better guide.
+
+        Args:
+            relaxation: Whose model has cuts.
+            relaxed_x: Its solution without them.
+            bound: Of that.
+            budget_bytes: Of (5).
+            recorder: Of the bound.
 
         Returns:
             The guide, and whether the bound is the cuts' too: only where it gains much, as the best schedule
             may break them and the search stops at the bound.
         """
         if not relaxation.model.restrictions.used_at_once:
-            return relaxed, False
+            return relaxed_x, False
         relaxation.cut = True
         clock = recorder.clock
         tighter = relaxation.solve(budget_bytes, _RELAX_SHARE * clock.left_s, stop=clock.stop)
         clock.phase("cut")
         if tighter.x is None:
             relaxation.cut = False
-            return relaxed, False
-        gains = tighter.bound > (1 + _CUT_GAIN) * relaxed.bound
+            return relaxed_x, False
+        gains = tighter.bound > (1 + _CUT_GAIN) * bound
         if gains:
             recorder.raise_bound(tighter.bound)
-        return tighter, gains
+        return tighter.x, gains
 
     def _relaxation(self, restrictions: Restrictions, budget_bytes: int) -> Relaxation:
         if restrictions not in self._relaxations:
@@ -279,7 +292,16 @@ class StagesSolver(Solver):
             self._relaxations[restrictions] = Relaxation(model, budget_bytes)
         return self._relaxations[restrictions]
 
-    def _close_gap(self, model, cut: bool, search: Search, inside, budget_bytes: int, recorder, options) -> None:
+    def _close_gap(
+        self,
+        model: StageModel,
+        cut: bool,
+        search: Search,
+        inside: StagedSchedule,
+        budget_bytes: int,
+        recorder: Recorder[StagedSchedule],
+        options: Options,
+    ) -> None:
         """Branch and bound beside the search, or after it where there is one worker.
 
         HiGHS cannot be interrupted, so a thread is left to itself when the search is asked to stop.
@@ -295,7 +317,14 @@ class StagesSolver(Solver):
         while bounding.is_alive() and not recorder.clock.stopped:
             bounding.join(_TICK_S)
 
-    def _raise_bound(self, model: StageModel, cut: bool, inside: StagedSchedule, budget_bytes: int, recorder) -> None:
+    def _raise_bound(
+        self,
+        model: StageModel,
+        cut: bool,
+        inside: StagedSchedule,
+        budget_bytes: int,
+        recorder: Recorder[StagedSchedule],
+    ) -> None:
         """Branch and bound on the whole model, from its best schedule: mostly for the bound."""
         limit = recorder.clock.left_s
         if limit < _BOUND_LEAST_S or inside.peak_bytes > budget_bytes:
@@ -310,9 +339,16 @@ class StagesSolver(Solver):
             held = model.held_masks(answer.x[: model.num_columns])
             recorder.offer(self.evaluator.evaluate(model.scope.blocks, held, model.within()))
 
-    def _round(self, relaxation: Relaxation, relaxed: Relaxed, budget_bytes: int, recorder, options) -> None:
+    def _round(
+        self,
+        relaxation: Relaxation,
+        relaxed_x: np.ndarray,
+        budget_bytes: int,
+        recorder: Recorder[StagedSchedule],
+        options: Options,
+    ) -> None:
         """Rounds the relaxation at the budget and at tighter ones, until a tighter one cannot pay."""
-        for schedule in round_relaxation(relaxation.model, self.evaluator, relaxed.x):
+        for schedule in round_relaxation(relaxation.model, self.evaluator, relaxed_x):
             recorder.offer(schedule)
         for eps in _TIGHTENED:
             best = recorder.best
@@ -331,7 +367,7 @@ def _whole_program(model: StageModel, incumbent: StagedSchedule, budget_bytes: i
     Rows that name every value in use let branch and bound find knapsack cuts; the chain of (4) hides them.
     """
     x, columns = model.encode(incumbent), model.num_columns
-    program = build_neighborhood(model, x, np.ones(columns, bool), budget_bytes + model.slack_bytes).program
+    program = build_neighborhood(model, x, np.ones(columns, bool), int(budget_bytes + model.slack_bytes)).program
     priced = np.nonzero(model.cost)[0]
     cutoff = SparseRows(
         np.zeros(len(priced), np.int64),

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from checkmate_tf.baselines.articulation import ApGreedySolver, ApSqrtSolver, articulation_points
-from checkmate_tf.baselines.chen import ChenRecursiveSolver, DropCheapSolver, segment_schedule, uniform_checkpoints
+from checkmate_tf.baselines.chen import ChenRecursiveSolver, DropCheapSolver, uniform_checkpoints
 from checkmate_tf.baselines.griewank import binomial_slots
 from checkmate_tf.baselines.linearized import LinearizedGreedySolver, LinearizedSqrtSolver
-from checkmate_tf.baselines.retention import nested_schedule, restored_states
+from checkmate_tf.baselines.retention import nested_schedule, restored_states, segment_schedule
 from checkmate_tf.baselines.sweep import branching_node, coarse_to_fine
-from checkmate_tf.solvers.base import Pool
+from checkmate_tf.solvers.base import Pool, S
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, gradient_blocks, mask_of
 
 _ON_CHAINS = (ApGreedySolver, ApSqrtSolver, ChenRecursiveSolver, DropCheapSolver)  # where every node is a candidate,
@@ -58,7 +58,7 @@ def _in_turn(families: Iterable[Iterator[StagedSchedule]]) -> Iterator[StagedSch
             waiting.append(family)
 
 
-def add_starts(pool: Pool, starts: Iterator[StagedSchedule], time_limit_s: float) -> None:
+def add_starts(pool: Pool[S], starts: Iterator[S], time_limit_s: float) -> None:
     """Puts the next of `start_schedules` into the pool until time is up, at least one; another call goes on there."""
     began = time.perf_counter()
     for schedule in starts:

@@ -19,7 +19,8 @@ from random_graphs import (
 
 from checkmate_tf.core.opgraph import OUTPUTS, OpGraph
 from checkmate_tf.core.plan import compile_plan
-from checkmate_tf.core.simulate import simulate, working_set_bytes
+from checkmate_tf.core.requirements import working_set_bytes
+from checkmate_tf.core.simulate import simulate
 
 
 def held(graph, sequence, workspace=None):

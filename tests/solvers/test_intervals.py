@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from checkmate_tf.core.problem import Options, Status
+from checkmate_tf.core.requirements import needed_bytes
 from checkmate_tf.solvers import create
 from checkmate_tf.solvers.intervals import IntervalsSolver
-from checkmate_tf.solvers.minimum import needed_bytes
 
 CHAIN = small.chain(8)
 LEAST = int(needed_bytes(CHAIN, gradients_once=True).max())
