@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import base64
 import html
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from checkmate_tf._version import __version__
 from checkmate_tf.plots.style import to_png
-from checkmate_tf.reporting import Report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _STYLE = """\
 .checkmate-tf { font: 14px/1.4 system-ui, sans-serif; color: #222; background: #fff; max-width: 60em; }
@@ -23,46 +27,41 @@ _STYLE = """\
 _HEADING = ("", "plain", "predicted", "measured")
 
 
-def fragment(report: Report) -> str:
-    """A compact block of HTML with the figures, the facts and the plots."""
-    return f'<div class="checkmate-tf"><style>{_STYLE}</style>{_tables(report)}{_notes(report)}{_plots(report)}</div>'
+def fragment(
+    comparison: Iterable[tuple[str, ...]],
+    facts: Iterable[tuple[str, str]],
+    notes: Iterable[str],
+    plots: Iterable[tuple[Figure, str]],
+) -> str:
+    """A compact block of HTML.
+
+    Args:
+        comparison: Rows of quantity, in the plain step, predicted, measured.
+        facts: Rows of what, and what is known of it.
+        notes: Sentences.
+        plots: Figures, and what each shows.
+    """
+    head = "".join(f"<th>{name}</th>" for name in _HEADING)
+    parts = [
+        f'<table class="figures"><thead><tr>{head}</tr></thead><tbody>{"".join(map(_row, comparison))}</tbody></table>',
+        f"<table><tbody>{''.join(map(_row, facts))}</tbody></table>",
+        *(f'<p class="note">{html.escape(note)}</p>' for note in notes),
+        *(_image(to_png(figure), text) for figure, text in plots),
+    ]
+    return f'<div class="checkmate-tf"><style>{_STYLE}</style>{"".join(parts)}</div>'
 
 
-def document(report: Report) -> str:
-    """A whole HTML file."""
-    title = "Training step within " + next((text for label, text in report.facts() if label == "budget"), "no budget")
+def document(title: str, body: str) -> str:
+    """A whole HTML file around a fragment."""
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title></head><body>'
-        f'<div class="checkmate-tf"><h1>{html.escape(title)}</h1></div>{fragment(report)}'
+        f'<div class="checkmate-tf"><h1>{html.escape(title)}</h1></div>{body}'
         f'<div class="checkmate-tf"><p>checkmate_tf {__version__}</p></div></body></html>\n'
-    )
-
-
-def _tables(report: Report) -> str:
-    head = "".join(f"<th>{name}</th>" for name in _HEADING)
-    figures = "".join(_row(cells) for cells in report.comparison())
-    facts = "".join(_row(cells) for cells in report.facts())
-    return (
-        f'<table class="figures"><thead><tr>{head}</tr></thead><tbody>{figures}</tbody></table>'
-        f"<table><tbody>{facts}</tbody></table>"
     )
 
 
 def _row(cells: tuple[str, ...]) -> str:
     return "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-
-
-def _notes(report: Report) -> str:
-    return "".join(f'<p class="note">{html.escape(note)}</p>' for note in report.notes)
-
-
-def _plots(report: Report) -> str:
-    plots = [
-        (report.timeline_bytes, report.plot_memory, "memory in use along the plan"),
-        (report.schedule, report.plot_schedule, "when each op runs and how long its value is held"),
-        (report.search, report.plot_search, "the search for the plan"),
-    ]
-    return "".join(_image(to_png(plot()), text) for known, plot, text in plots if known)
 
 
 def _image(png: bytes, text: str) -> str:

@@ -243,7 +243,14 @@ class Report:
 
         if not self.timeline_bytes:
             raise ValueError("a report needs a plan for this plot; this one has none: " + self._why_unplanned())
-        return memory.plot(self)
+        return memory.plot(
+            self.timeline_bytes,
+            self.timeline_split_bytes,
+            predicted_peak_bytes=self.predicted_peak_bytes,
+            budget_bytes=self.budget_bytes,
+            plain_peak_bytes=self.plain_peak_bytes,
+            peak_tensors=[(tensor.name, tensor.nbytes) for tensor in self.peak_tensors],
+        )
 
     def plot_schedule(self) -> Figure:
         """When each op runs, and which of these runs are recomputations.
@@ -258,7 +265,7 @@ class Report:
 
         if not self.schedule:
             raise ValueError("a report needs a plan for this plot; this one has none: " + self._why_unplanned())
-        return schedule.plot(self)
+        return schedule.plot(self.schedule)
 
     def plot_search(self) -> Figure:
         """The cost of the cheapest plan so far while it was searched, and the lower bound, over time.
@@ -283,7 +290,8 @@ class Report:
         """
         from checkmate_tf import pages
 
-        write_atomically(path, pages.document(self))
+        budget = "no budget" if self.budget_bytes is None else _bytes(self.budget_bytes)
+        write_atomically(path, pages.document(f"Training step within {budget}", self._repr_html_()))
 
     def comparison(self) -> list[tuple[str, str, str, str]]:
         """Rows of text: quantity, in the plain step, predicted, measured."""
@@ -308,7 +316,13 @@ class Report:
     def _repr_html_(self) -> str:
         from checkmate_tf import pages
 
-        return pages.fragment(self)
+        plots = [
+            (self.timeline_bytes, self.plot_memory, "memory in use along the plan"),
+            (self.schedule, self.plot_schedule, "when each op runs and how long its value is held"),
+            (self.search, self.plot_search, "the search for the plan"),
+        ]
+        shown = [(plot(), text) for known, plot, text in plots if known]
+        return pages.fragment(self.comparison(), self.facts(), self.notes, shown)
 
 
 _ROWS = {

@@ -165,7 +165,15 @@ class TradeoffCurve:
 
         if not any(point.found for point in self.points):
             raise ValueError("a tradeoff curve needs a plan for this plot; no strategy found one.")
-        return tradeoff.plot(self)
+        lines = {name: [point for point in self.points if point.strategy == name] for name in self.strategies}
+        proven = {name: [p for p in points if p.lower_bound_s is not None] for name, points in lines.items()}
+        bounded = next((name for name, points in proven.items() if points), None)
+        return tradeoff.plot(
+            {name: [(p.budget_bytes, p.overhead) for p in points] for name, points in lines.items()},
+            self.plain_peak_bytes,
+            bound_of=bounded,
+            bounds=[(p.predicted_peak_bytes, p.lower_bound_s / self.plain_step_s) for p in proven.get(bounded, ())],
+        )
 
     def __str__(self) -> str:
         head = f"checkmate_tf tradeoff curve: plain peak {format_bytes(self.plain_peak_bytes)}"

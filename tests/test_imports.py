@@ -65,10 +65,10 @@ MAY_IMPORT = {
         "sweep",
         "tradeoff",
     },
-    "plots": {"plots", "reporting", "tradeoff"},
+    "plots": {"plots"},
     "reporting": {"pages", "plots", "reporting"},
     "tradeoff": {"plots"},
-    "pages": {"plots", "reporting"},
+    "pages": {"plots"},
     "progress": set(),
     "api": {"api", *LIBRARY},
     "": {"api", *LIBRARY},
@@ -90,7 +90,7 @@ PLACES = {
 }
 """Library -> the only parts that may import it."""
 
-TYPES_ONLY = {("reporting", "matplotlib"), ("tradeoff", "matplotlib")}
+TYPES_ONLY = {("pages", "matplotlib"), ("reporting", "matplotlib"), ("tradeoff", "matplotlib")}
 """What a part may name in annotations (under TYPE_CHECKING) although it must not import it."""
 
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "google": "protobuf", "pybind11_abseil": "ortools"}
@@ -131,16 +131,15 @@ def parts_imported(imports: set[str]) -> set[str]:
     }
 
 
-def modules_loaded_by(path: Path) -> set[Path]:
-    """The files of the package that importing this one imports first: imports in functions come later."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    body = ast.Module([n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
-    loaded = set()
-    for name in imports_of(ast.unparse(body)):
+def modules_imported_by(path: Path) -> set[Path]:
+    """The files of the package that a file imports, wherever in it, for types too."""
+    found = set()
+    for name in imports_of(path.read_text(encoding="utf-8")):
         place = ROOT.joinpath(*name.split("."))
-        candidates = (place.with_suffix(".py"), place / "__init__.py", place.parent.with_suffix(".py"))
-        loaded |= set([candidate for candidate in candidates if candidate in FILES][:1])
-    return loaded
+        above = place.parent
+        candidates = (place.with_suffix(".py"), place / "__init__.py", above.with_suffix(".py"), above / "__init__.py")
+        found |= set([candidate for candidate in candidates if candidate in FILES][:1])
+    return found
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -153,7 +152,7 @@ def test_imports_go_one_way(path):
 
 
 def test_no_module_imports_itself_through_others():
-    order = graphlib.TopologicalSorter({path: modules_loaded_by(path) - {path} for path in FILES})
+    order = graphlib.TopologicalSorter({path: modules_imported_by(path) - {path} for path in FILES})
     order.prepare()  # raises CycleError, which names the modules
 
 
@@ -188,6 +187,13 @@ def test_importing_the_package_loads_no_heavy_library():
     assert ran.stdout.split() == []
 
 
+def test_planning_loads_or_tools_in_no_process_that_holds_tensorflow():
+    """Imported before TensorFlow, OR-Tools lets it fail (`solvers.engines`): only the solver's own process loads it."""
+    code = "import sys, checkmate_tf.pipeline, checkmate_tf.solvers.remote; print('ortools' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["False"]
+
+
 def test_the_checks_see_what_they_must():
     source = """
 if TYPE_CHECKING:
@@ -201,8 +207,9 @@ def f():
     assert imports_of(source, types=False) == real
     assert parts_imported({"checkmate_tf.core.graph", "checkmate_tf.nothing", "numpy"}) == {"core", ""}
     assert parts_imported({"checkmate_tf"}) == {""}
-    assert PACKAGE / "errors.py" in modules_loaded_by(PACKAGE / "budget.py")
-    assert PACKAGE / "plots" / "memory.py" not in modules_loaded_by(PACKAGE / "reporting.py")
+    assert PACKAGE / "errors.py" in modules_imported_by(PACKAGE / "budget.py")
+    assert PACKAGE / "plots" / "memory.py" in modules_imported_by(PACKAGE / "reporting.py")  # in a function
+    assert PACKAGE / "solvers" / "__init__.py" in modules_imported_by(PACKAGE / "commands" / "solve.py")
     assert part_of(PACKAGE / "core" / "graph.py") == "core"
     with pytest.raises(AssertionError, match="absolute"):
         imports_of("from . import x")

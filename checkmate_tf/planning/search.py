@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -17,10 +17,8 @@ from checkmate_tf.core.problem import OnProgress, Options, Solution
 from checkmate_tf.core.schedule import SequenceSchedule
 from checkmate_tf.planning.archive import Archive, Entry, joined
 from checkmate_tf.planning.candidate import Candidate
+from checkmate_tf.solvers.base import Clock
 from checkmate_tf.solvers.remote import Point, RemoteSolver
-
-if TYPE_CHECKING:
-    from checkmate_tf.planning.planner import Planner
 
 _log = logging.getLogger(__name__)
 
@@ -151,15 +149,32 @@ class Order:
         return tuple(rising.items())
 
 
+class Evaluator(Protocol):
+    """What a search asks about schedules: `Planner`, for one device."""
+
+    @property
+    def orders(self) -> Sequence[Order]:
+        """To search in."""
+
+    def clock(self, time_limit_s: float) -> Clock:
+        """Of a search, which stands still where the device waits for memory."""
+
+    def evaluate(self, order: Order, nodes: Sequence[int] | np.ndarray) -> Candidate:
+        """The plan of a schedule, given as indices of the order's nodes."""
+
+    def placed(self, candidate: Candidate, budget_bytes: int) -> Candidate:
+        """The plan with the peak that the device's allocator has for it."""
+
+
 class Search:
     """One search for a plan within one budget."""
 
     def __init__(
-        self, planner: Planner, budget_bytes: int, time_limit_s: float, seed: int, on_progress: OnProgress | None
+        self, evaluator: Evaluator, budget_bytes: int, time_limit_s: float, seed: int, on_progress: OnProgress | None
     ):
-        self._planner = planner
+        self._evaluator = evaluator
         self._budget = budget_bytes
-        self._clock = planner.clock(time_limit_s)
+        self._clock = evaluator.clock(time_limit_s)
         self._seed = seed
         self._on_progress = on_progress
         self.best: Candidate | None = None
@@ -169,7 +184,7 @@ class Search:
 
     def run(self) -> Candidate | None:
         """Tries each order quickly, then gives the rest of the time to the better one."""
-        inner = dict.fromkeys(self._planner.orders, int((1 - _ROUNDING) * self._budget))
+        inner = dict.fromkeys(self._evaluator.orders, int((1 - _ROUNDING) * self._budget))
         for order in inner:
             for entry in order.kept:
                 self._consider(order, entry.nodes)
@@ -294,7 +309,7 @@ class Search:
 
     def _consider(self, order: Order, nodes: Sequence[int] | np.ndarray) -> Candidate:
         began_s = self._clock.elapsed_s
-        candidate = self._planner.placed(self._planner.evaluate(order, nodes), self._budget)
+        candidate = self._evaluator.placed(self._evaluator.evaluate(order, nodes), self._budget)
         self._ask_s = max(self._ask_s, self._clock.elapsed_s - began_s)
         self._least_s = min(self._least_s, candidate.time_s)
         if candidate.peak_bytes <= self._budget and (self.best is None or candidate.time_s < self.best.time_s):

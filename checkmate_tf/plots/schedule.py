@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
@@ -11,25 +11,30 @@ from matplotlib.figure import Figure
 
 from checkmate_tf.plots import style
 
-if TYPE_CHECKING:
-    from checkmate_tf.reporting import Report, ScheduleRow
-
 _MOST_NAMES = 60
 
 
-def plot(report: Report) -> Figure:
+class Row(Protocol):
+    """When one op runs: `ScheduleRow` of a report says what each attribute means."""
+
+    name: str
+    steps: Sequence[int]
+    until: Sequence[int]
+    is_gradient: bool
+
+
+def plot(rows: Sequence[Row]) -> Figure:
     """One mark per run of an op: where in the plan (x) which op (y) runs for the first time or again (R).
 
     A line from a run goes on for as long as what it made is held (S). Ops are named on the axis when
     there are few enough of them to read.
 
     Args:
-        report: With a schedule.
+        rows: One for each op, one at least.
 
     Returns:
         The figure, not shown.
     """
-    rows = report.schedule
     named = len(rows) <= _MOST_NAMES
     figure, axes = style.new_figure(height=max(4.0, 0.16 * len(rows) + 1.0) if named else 6.0)
     size = 4.0 if named else 1.5
@@ -55,7 +60,7 @@ def plot(report: Report) -> Figure:
     return figure
 
 
-def _held(axes: Axes, rows: Iterable[ScheduleRow], width: float) -> None:
+def _held(axes: Axes, rows: Iterable[Row], width: float) -> None:
     lines = [
         ((step, y), (until, y)) for y, row in enumerate(rows) for step, until in zip(row.steps, row.until, strict=True)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,7 +11,9 @@ from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options
 from checkmate_tf.core.requirements import needed_bytes
 from checkmate_tf.core.schedule import Schedule
-from checkmate_tf.solvers.stages import StagesSolver
+
+if TYPE_CHECKING:
+    from checkmate_tf.solvers.stages import StagesSolver
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,6 +53,8 @@ def minimum_budget(
         time_limit_s: Seconds.
         seed: Of the search.
     """
+    from checkmate_tf.solvers.stages import StagesSolver  # loads OR-Tools
+
     any_bound = needed_bytes(graph, gradients_once=False)
     once_bound = needed_bytes(graph, gradients_once=True)
     floor = max(graph.fixed_bytes, int(once_bound.max(initial=0)))

@@ -29,7 +29,6 @@ from checkmate_tf.errors import CheckmateError
 from checkmate_tf.solvers.base import Solver
 from checkmate_tf.solvers.minimum import MinimumBudget, minimum_budget
 from checkmate_tf.solvers.registry import create
-from checkmate_tf.solvers.stages import StagesSolver
 
 _log = logging.getLogger(__name__)
 
@@ -267,6 +266,8 @@ def _answer(solver: Solver[Any] | None, kind: str, arguments: list[Any], send: C
     if solver is None:
         raise ValueError("no graph was sent")
     if kind == "minimum":
+        from checkmate_tf.solvers.stages import StagesSolver  # loads OR-Tools, which the parent must not
+
         time_limit_s, own = arguments
         reusable = solver if isinstance(solver, StagesSolver) else None
         if own and reusable is None:
