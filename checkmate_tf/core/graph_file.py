@@ -82,22 +82,6 @@ def write_graph(path: str | Path, graph: Graph, name: str = "") -> None:
     Path(path).write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def read_sequence(path: str | Path, n: int) -> np.ndarray:
-    """Reads a sequence file of a graph of `n` nodes; whether the sequence is valid is not checked.
-
-    Raises:
-        GraphError: It is no list of node indices.
-        OSError: The file cannot be read.
-    """
-    content = _load(path)
-    if not isinstance(content, list):
-        raise _wrong(path, f"a sequence must be a JSON list; got {_kind(content)}")
-    for step, node in enumerate(content):
-        if type(node) is not int or not 0 <= node < n:
-            raise _wrong(path, f"step {step} must be a node index in 0..{n - 1}; got {_shown(node)}")
-    return np.array(content, dtype=np.int64)
-
-
 def write_sequence(path: str | Path, sequence: Sequence[int] | np.ndarray) -> None:
     """Writes node indices in order of execution.
 

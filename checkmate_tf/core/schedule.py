@@ -102,40 +102,6 @@ def retained_by_sequence(graph: Graph, sequence: Sequence[int]) -> np.ndarray:
     return S
 
 
-def schedule_for_retained(graph: Graph, retained: np.ndarray) -> Schedule:
-    """The schedule that holds what it needs of `retained` between stages, with the best R for that.
-
-    Values that are held without being needed are dropped from S; each stage computes just what
-    its own node and the values to hand on require: a computation is added only where its value is
-    needed and not held. No other R is cheaper for the S that results; another S may be.
-
-    Args:
-        graph: n nodes.
-        retained: bool (n, n), retained[t, i]: node i may be held into stage t. Entries on and
-            above the diagonal are ignored.
-
-    References:
-        Jain et al., section 5 ("optimal R for a given S").
-    """
-    n = graph.n
-    S = np.tril(np.asarray(retained, dtype=bool), -1)
-    R = np.zeros((n, n), dtype=bool)
-    needed_next = np.zeros(n, dtype=bool)
-    deps = [np.asarray(d, dtype=np.intp) for d in graph.deps]
-    for t in range(n - 1, -1, -1):
-        need = needed_next.copy()
-        need[t + 1 :] = False
-        need[t] = True
-        held = S[t]
-        for i in range(t, -1, -1):
-            if need[i] and not held[i]:
-                R[t, i] = True
-                need[deps[i]] = True
-        held &= need
-        needed_next = held
-    return Schedule(R, S)
-
-
 def schedule_from_sequence(graph: Graph, sequence: Sequence[int]) -> Schedule:
     """Matrices of a frontier-advancing sequence of node indices.
 

@@ -18,7 +18,6 @@ import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
@@ -83,15 +82,6 @@ def record(step: Callable[[], object], *, allocator: str = "cpu") -> tuple[Memor
             "(which reports 256 KiB and more), or set TF_CPU_ALLOCATOR_USE_BFC=1."
         )
     return tuple(_events(reports))
-
-
-def events_of(trace: tuple[MemoryEvent, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (buffer, nbytes) as `core.allocator.play` and `rehearse` take them, without frees of older buffers."""
-    own = {event.buffer for event in trace if not event.is_free}
-    events = [event for event in trace if event.buffer in own]
-    buffer = np.array([event.buffer for event in events], np.int64)
-    nbytes = np.array([-1 if event.is_free else event.requested_bytes for event in events], np.int64)
-    return buffer, nbytes
 
 
 def _reports(files: list[pathlib.Path], allocator: str) -> Iterator[tuple[int, bool, dict]]:

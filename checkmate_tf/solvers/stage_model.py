@@ -175,10 +175,6 @@ class StageModel:
         """V[q] in bytes for decisions x, fixed bytes not included."""
         return np.cumsum(self.memory_constant + self.memory.times(x)) * self.unit_bytes
 
-    def cost_of(self, x: np.ndarray) -> float:
-        """Objective in the graph's unit for decisions x."""
-        return (self.cost_constant + float(self.cost @ x)) * self.unit_cost
-
     def encode(self, schedule: StagedSchedule) -> np.ndarray:
         """Decisions of a schedule on this model's blocks that recomputes within scope only."""
         n = self.graph.n

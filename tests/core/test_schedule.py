@@ -16,11 +16,11 @@ from checkmate_tf.core.schedule import (
     SequenceSchedule,
     first_runs,
     retained_by_sequence,
-    schedule_for_retained,
     schedule_from_sequence,
 )
 from checkmate_tf.core.simulate import simulate
 from checkmate_tf.errors import GraphError
+from checkmate_tf.solvers.staged import Evaluator, masks_from_rows, node_blocks
 
 
 def lower_triangular(values, n):
@@ -57,6 +57,12 @@ def cheapest_for(graph, S) -> float:
         if not breaks_a_rule(graph, R, S):
             costs.append(float(R.sum(axis=0) @ graph.cost))
     return min(costs)
+
+
+def schedule_for_retained(graph: Graph, keep: np.ndarray):
+    """What the evaluator of stages makes of values that may be held into each stage."""
+    held = masks_from_rows(np.tril(keep, -1))
+    return Evaluator(graph).evaluate(node_blocks(graph.n), held).to_schedule(graph)
 
 
 @briefly

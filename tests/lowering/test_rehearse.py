@@ -93,6 +93,11 @@ def step(x):
 def first_step():
     step(tf.ones([700, 700]))
 
+def events_of(trace):
+    own = {event.buffer for event in trace if not event.is_free}
+    events = [event for event in trace if event.buffer in own]  # without frees of older buffers
+    return [e.buffer for e in events], [-1 if e.is_free else e.requested_bytes for e in events]
+
 def peak_of(call):
     tf.config.experimental.reset_memory_stats("CPU:0")
     result = call()
@@ -101,13 +106,13 @@ def peak_of(call):
 simulated = allocator.BfcAllocator(rehearse.allocator_config())
 simulated.free(simulated.allocate(64 << 10))
 trace, measured = peak_of(lambda: memory_trace.record(first_step))
-replayed = allocator.play(simulated, *memory_trace.events_of(trace))
+replayed = allocator.play(simulated, *events_of(trace))
 chunks = np.diff(replayed.in_use_bytes, prepend=0).tolist()
 x = tf.ones([700, 700])
 step(x)
 again, measured_again = peak_of(lambda: memory_trace.record(lambda: step(x)))
 report(measured=measured, simulated=replayed.peak_bytes, measured_again=measured_again,
-       rehearsed=rehearse.rehearse(*memory_trace.events_of(again)).peak_bytes,
+       rehearsed=rehearse.rehearse(*events_of(again)).peak_bytes,
        same_chunks=chunks == [-e.chunk_bytes if e.is_free else e.chunk_bytes for e in trace],
        ops=sorted({e.op for e in trace}))
 """
