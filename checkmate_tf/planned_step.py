@@ -193,7 +193,7 @@ class PlannedStep:
         if self._lasting:
             return None
         self._profiled.ready_to_run()
-        self._dividers = self._profiled.divide(self.candidate.partition)
+        self._divide()
         trials = self._MEASURED_RUNS if self._profiled.profile.is_estimated else 1
         peaks = [self._trial([data], can_move=False, counts=False)[0] for _ in range(trials)]
         return None if None in peaks else 2 * max(peaks) - min(peaks)
@@ -232,8 +232,14 @@ class PlannedStep:
 
     def _is_divided_again(self) -> bool:
         """Divides memory for the plan once more; whether it could be divided as it was."""
+        before = self._divided
+        self._divide()
+        return self._divided == before
+
+    def _divide(self) -> None:
+        """Divides memory for the plan, as far as there is room."""
         self._dividers = self._profiled.divide(self.candidate.partition)
-        return len(self._dividers) == self._divided
+        self._divided = len(self._dividers)
 
     def _tried(self, batch: list, *, can_move: bool, counts: bool = True):
         """Runs the step, and plans it again, until what is measured keeps the budget.
@@ -275,7 +281,7 @@ class PlannedStep:
         self._replans = self._MOST_REPLANS
         self._trusted_at = self._turns.moves
         if self._whole is None:  # memory is no longer divided, as another plan was sought
-            self._dividers = self._profiled.divide(self.candidate.partition)
+            self._divide()
 
     def _not_kept(self) -> NoScheduleFound:
         """The error for a budget that no plan kept when it ran."""
@@ -381,8 +387,7 @@ class PlannedStep:
             self._seats.take_for_small()
             found = self._plan_for_now() or found
         self._build(found)
-        self._dividers = self._profiled.divide(self.candidate.partition)
-        self._divided = len(self._dividers)
+        self._divide()
         return True
 
     def _plan_for_now(self) -> Candidate | None:

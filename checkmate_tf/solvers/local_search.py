@@ -81,7 +81,7 @@ class LocalSearchSolver(Solver[EvaluatedSchedule]):
         """
         clock = Clock(options.time_limit_s)
         if options.hint is not None:
-            self.pool.add(sequenced(self.graph, list(options.hint.sequence())))
+            self.pool.add(sequenced(self.graph, options.hint.sequence().tolist()))
         else:
             add_starts(self.pool, self._starts, options.time_limit_s)
         recorder = Recorder(self.pool, budget_bytes, clock, options)
