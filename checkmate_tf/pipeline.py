@@ -274,7 +274,7 @@ class ProfiledStep:
 
     def phase(self, name: str):
         """Books the seconds of a block under a name."""
-        return _Phase(self.phases_s, name, self.settings)
+        return Phase(self.phases_s, name, self.settings)
 
     def budget_bytes(self) -> int:
         """The budget in bytes; for a fraction, of the predicted peak of the unmodified step, or of a larger one."""
@@ -360,7 +360,7 @@ class ProfiledStep:
             return Lean(rebuild(self.traced, candidate.op_graph, candidate.plan, candidate.forks))
 
 
-class _Phase:
+class Phase:
     """Books the seconds of a block under a name."""
 
     def __init__(self, phases_s: dict[str, float], name: str, settings: Settings):

@@ -37,6 +37,7 @@ LIBRARY = {
     "solvers",
     "sweep",
     "tradeoff",
+    "xla_step",
 }
 
 MAY_IMPORT = {
@@ -49,6 +50,7 @@ MAY_IMPORT = {
     "describe": {"planning", "reporting"},
     "pipeline": {"core", "lowering", "planning", "reporting"},
     "planned_step": {"describe", "lowering", "pipeline", "planning", "reporting"},
+    "xla_step": {"core", "describe", "lowering", "pipeline", "planning", "reporting"},
     "batch_size": set(),
     "batch_trials": {"batch_size"},
     "sweep": {"core", "planning", "tradeoff"},
@@ -60,6 +62,7 @@ MAY_IMPORT = {
         "lowering",
         "pipeline",
         "planned_step",
+        "xla_step",
         "planning",
         "reporting",
         "sweep",
@@ -80,7 +83,7 @@ MAY_IMPORT = {
 """Part of the package -> the parts that it may import beside EVERYWHERE; "" is the package's own __init__."""
 
 PLACES = {
-    "tensorflow": {"lowering", "pipeline", "planned_step", "keras", "api", "commands"},
+    "tensorflow": {"lowering", "pipeline", "planned_step", "xla_step", "keras", "api", "commands"},
     "keras": {"lowering", "pipeline", "keras", "api", "commands"},
     "ortools": {"solvers"},
     "matplotlib": {"plots"},

@@ -15,10 +15,13 @@ from checkmate_tf.budget import is_fraction
 from checkmate_tf.errors import BatchError, CheckmateError, ModelError, StepError
 from checkmate_tf.keras import batch
 from checkmate_tf.keras.unplanned import Guard, Unplanned, is_refusal, planning_error
+from checkmate_tf.lowering import device as devices
+from checkmate_tf.lowering import xla
 from checkmate_tf.pipeline import ProfiledStep, Settings
 from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.planning.joint import NONE
 from checkmate_tf.reporting import Report
+from checkmate_tf.xla_step import XlaStep
 
 Result = TypeVar("Result")
 
@@ -113,7 +116,7 @@ class PlannedTraining:
     def __init__(self, model: keras.Model, settings: Settings):
         self._model = model
         self._settings = settings
-        self._steps: dict[Hashable, PlannedStep | None] = {}  # None: runs unmodified
+        self._steps: dict[Hashable, PlannedStep | XlaStep | None] = {}  # None: runs unmodified
         self._specs: dict[Hashable, object] = {}
         self._guards: dict[Hashable, Guard] = {}  # of the planned steps that were run
         self._has_trained = False
@@ -223,16 +226,16 @@ class PlannedTraining:
         except ModelError:
             detach(model)
             raise
-        self._plain = self._plain_function(with_xla=not is_planned)
-        if is_planned and model.jit_compile:
-            self._unplanned.note("jit_compile is not used: XLA's fusions would undo the order of the planned step.")
+        self._plain = self._plain_function(with_xla=not is_planned or self._is_for_xla())
+        if is_planned and model.jit_compile and not self._is_for_xla():
+            self._unplanned.note("jit_compile is not used: on a CPU XLA would undo the order of the planned step.")
         model.train_function = self._train if is_planned else self._plain
         return model.train_function
 
     def _plain_function(self, with_xla: bool):
         """The model's own training function.
 
-        Unmodified steps of a planned model run without XLA, as their peak was predicted.
+        Unmodified steps of a model that is planned without XLA run without it, as their peak was predicted.
         """
         model, asked = self._model, self._model.jit_compile
         model.jit_compile = asked and with_xla
@@ -319,7 +322,16 @@ class PlannedTraining:
                 data = data[:-1]
         return data
 
-    def _planned(self, data) -> PlannedStep:
+    def _is_for_xla(self) -> bool:
+        """Whether the planned step is a program of XLA's, as the model's own is: where XLA keeps recomputation."""
+        if not self._model.jit_compile:
+            return False
+        values = [variable.value for variable in self._model.trainable_variables]
+        return xla.keeps_barriers(
+            devices.name_of(values or [tf.zeros(())])
+        )  # not built: where TensorFlow puts all else
+
+    def _planned(self, data) -> PlannedStep | XlaStep:
         """A planned step for the signature of `data`.
 
         Raises:
@@ -330,9 +342,12 @@ class PlannedTraining:
                 "ragged and sparse batches are not planned: make them dense, padded to a fixed shape "
                 "(to_tensor(shape=...), tf.sparse.to_dense)."
             )
+        if self._is_for_xla():
+            self._prepare(data)
+            return self._part_of_planned(data) or XlaStep.of(self._step, data, self._settings_for(data))
         return self._part_of_planned(data) or PlannedStep.of(self.profiled(data))
 
-    def _part_of_planned(self, data) -> PlannedStep | None:
+    def _part_of_planned(self, data) -> PlannedStep | XlaStep | None:
         """A step that follows the plan of a larger batch, as for an epoch's last one; None where there is none."""
         wholes = [
             (self._specs[key], step)
@@ -342,15 +357,21 @@ class PlannedTraining:
         if not wholes:
             return None
         _, whole = min(wholes, key=lambda known: batch.rows(known[0]))
+        if isinstance(whole, XlaStep):
+            return XlaStep.of_part(whole, self._step, data)
         return PlannedStep.of_part(whole, self.profiled(data, whole.candidate.chosen))
 
     def profiled(self, data, chosen: frozenset[str] | None = NONE) -> ProfiledStep:
         """The traced step for the signature of a batch, with the alternatives that were chosen."""
+        self._prepare(data)
+        settings = self._settings_for(data)
+        return ProfiledStep(self._step, batch.spec_of(data), settings, chosen, in_training=self._has_trained)
+
+    def _prepare(self, data) -> None:
+        """Builds the model, whose own step this is."""
         if not _is_overridden(self._model, "train_step"):  # which may train other models than this one
             self._build(data)
             _check_trainable(self._model)
-        settings = self._settings_for(data)
-        return ProfiledStep(self._step, batch.spec_of(data), settings, chosen, in_training=self._has_trained)
 
     def _build(self, data) -> None:
         """Makes the variables that are still to be made: a trace that fails would leave its own without values."""

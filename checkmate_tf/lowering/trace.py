@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config_pb2
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import OptionalXlaContext
 from tensorflow.python.framework import ops
 from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.training import saver
@@ -146,9 +147,27 @@ def trace(
     return TracedStep(function, interface, simplified, passes, stands_in, fired, offered, again, sums)
 
 
-def _traced(step: Callable, *args_spec) -> tf.types.experimental.ConcreteFunction:
+def trace_for_xla(step: Callable, *args_spec) -> TracedStep:
+    """Traces `step` for a plan that XLA is to compile: with constants folded, but no ops merged that XLA does not know.
+
+    Args:
+        step: A Python training step.
+        *args_spec: Its arguments as (nested) tf.TensorSpec with static shapes.
+
+    Raises:
+        StepError: The step itself fails.
+    """
+    with watched() as calls:
+        function = _traced(step, *args_spec, for_xla=True)
+    graph_def = function.graph.as_graph_def()
+    reads = read_before_calls(graph_def, function.graph)
+    simplified = _simplify(function, graph_def, reads, for_xla=True)
+    return TracedStep(function, Interface.of(function), simplified, passes_of(function.graph, calls))
+
+
+def _traced(step: Callable, *args_spec, for_xla: bool = False) -> tf.types.experimental.ConcreteFunction:
     try:
-        with _custom_gradients_forgotten():
+        with _custom_gradients_forgotten(), OptionalXlaContext(for_xla):  # in which loops keep lists of known lengths
             return tf.function(step, jit_compile=False).get_concrete_function(*args_spec)
     except Exception as error:
         raise StepError(f"the training step cannot be traced: {error}") from error
@@ -177,6 +196,7 @@ def _simplify(
     left_alone: Sequence[str] = (),
     *,
     fold: bool = True,
+    for_xla: bool = False,
 ) -> graph_pb2.GraphDef:
     """Runs Grappler on an unplanned graph (on a planned one its rewrites would make cycles).
 
@@ -190,6 +210,7 @@ def _simplify(
         left_alone: Names of ops that stay as they are.
         fold: Whether to fold constants. A shape that is folded makes a control edge from what has it, and a ReLU with
             such an edge is not merged with a batch norm.
+        for_xla: XLA compiles it, which merges ops and chooses layouts itself.
     """
     graph = function.graph
     bodies = {body.signature.name: copy.deepcopy(body) for body in graph_def.library.function}
@@ -203,7 +224,7 @@ def _simplify(
     meta_graph = saver.export_meta_graph(graph_def=graph_def, graph=graph)
     kept = [t.name for t in [*graph.inputs, *graph.outputs]]
     kept += [*(op.name for op in graph.control_outputs), *left_alone]
-    simplified = _optimized(meta_graph, kept, fold=fold)
+    simplified = _optimized(meta_graph, kept, fold=fold, merge=not for_xla, lay_out=not for_xla)
     refused = _not_importable(simplified)
     if refused:
         simplified = _optimized(meta_graph, [*kept, *_merged_into(refused, graph_def, simplified)], fold=fold)
@@ -229,7 +250,12 @@ def _simplify(
 
 
 def _optimized(
-    meta_graph: meta_graph_pb2.MetaGraphDef, kept: Sequence[str], *, fold: bool, merge: bool = True
+    meta_graph: meta_graph_pb2.MetaGraphDef,
+    kept: Sequence[str],
+    *,
+    fold: bool,
+    merge: bool = True,
+    lay_out: bool = True,
 ) -> graph_pb2.GraphDef:
     """One run of Grappler, or the graph as it is where that fails.
 
@@ -238,6 +264,7 @@ def _optimized(
         kept: Names of the tensors and ops that it leaves alone.
         fold: Whether it folds constants.
         merge: Whether it merges ops.
+        lay_out: Whether it chooses the order of dimensions.
     """
     collection = meta_graph_pb2.CollectionDef()
     collection.node_list.value.extend(kept)
@@ -250,6 +277,8 @@ def _optimized(
         rewrites.constant_folding = rewriter_config_pb2.RewriterConfig.OFF
     if not merge:
         rewrites.remapping = rewriter_config_pb2.RewriterConfig.OFF
+    if not lay_out:
+        rewrites.layout_optimizer = rewriter_config_pb2.RewriterConfig.OFF
     try:
         return tf_optimizer.OptimizeGraph(config, meta_graph)
     except (ValueError, tf.errors.OpError) as error:  # it may leave any graph as it is

@@ -110,8 +110,12 @@ def values_of(variable):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Runs a test marked `alone` in a process of its own: what others left in the allocator would decide it."""
-    if pyfuncitem.get_closest_marker("alone") is None or _ALONE in os.environ:
+    """Runs a test marked `alone` in a process of its own: what others left in the allocator would decide it.
+
+    Arguments of the mark are variables of its environment.
+    """
+    mark = pyfuncitem.get_closest_marker("alone")
+    if mark is None or _ALONE in os.environ:
         return None
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", pyfuncitem.nodeid]
     path = os.pathsep.join(filter(None, sys.path))
@@ -119,7 +123,7 @@ def pytest_pyfunc_call(pyfuncitem):
     ran = subprocess.run(
         command,
         cwd=pyfuncitem.config.rootpath,
-        env={**environment, "PYTHONPATH": path, _ALONE: "1"},
+        env={**environment, "PYTHONPATH": path, _ALONE: "1", **mark.kwargs},
         capture_output=True,
         text=True,
         check=False,
