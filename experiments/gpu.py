@@ -9,7 +9,7 @@ memory; whatever is timed on the card has it alone, compilers share it. Items, t
 
     check       which flags XLA needs to run at all; the others take those that were found
     plain       Keras as it comes ("auto": XLA, on a GPU) and without XLA ("off"): step time and peak
-    planned     planned steps within a part of the peak of Keras as it comes
+    planned     planned steps within a part of the peak of Keras as it comes: as one program of XLA's, or op by op
     copies      blocks to the host and back, beside ops
     replicas    Keras's step on two logical devices
     wall        a memory limit just above the budget: Keras as it comes, without XLA, and planned
@@ -42,7 +42,7 @@ from recording import KERAS_PACKAGES, RESULTS, ResultFile
 KEY = ("item", "case", "way")
 MODELS = ("ResNet50", "Transformer", "MobileNet", "ViT", "VGG16", "U-Net", "pre-norm Transformer")
 RECURRENT = ("LSTM", "GRU")
-PLANS = (("exact", 0.5), ("fused", 0.5), ("exact", 0.35))
+PLANS = (("auto", 0.5), ("auto", 0.35), ("off", 0.5))  # compiled with XLA as Keras decides, or without; part
 WALLS = {"ResNet50": 0.5, "Transformer": 0.5, "VGG16": 0.6}
 NO_GPU = "TensorFlow sees no GPU."
 WALL_MARGIN = 0.05  # of the budget, between it and the limit
@@ -112,8 +112,8 @@ def jobs(time_limit_s: float) -> list[Job]:
     def plain(item: str, case: str, way: str, **more) -> Job:
         return Job(item, case, way, "plain", {"name": case, "way": way}, limit_s=300.0, spreads=True, **more)
 
-    def planned(item: str, case: str, implementations: str, part: float, way: str, **more) -> Job:
-        options = {"name": case, "implementations": implementations, "time_limit_s": time_limit_s}
+    def planned(item: str, case: str, xla: str, part: float, way: str, **more) -> Job:
+        options = {"name": case, "way": xla, "time_limit_s": time_limit_s}
         return Job(item, case, way, "planned", options, limit_s=300.0, part=part, **more)
 
     growing, pooled = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}, {"TF_GPU_ALLOCATOR": "cuda_malloc_async"}
@@ -127,13 +127,13 @@ def jobs(time_limit_s: float) -> list[Job]:
             dataclasses.replace(job, is_wall=True, part=part)
             for case, part in WALLS.items()
             for job in (
-                planned("wall", case, "exact", part, "planned"),
+                planned("wall", case, "auto", part, "planned"),
                 plain("wall", case, "auto"),
                 plain("wall", case, "off"),
             )
         ),
         *(plain("recurrent", case, "auto") for case in RECURRENT),
-        *(planned("recurrent", case, "exact", 0.6, "exact 0.6") for case in RECURRENT),
+        *(planned("recurrent", case, "off", 0.6, "off 0.6") for case in RECURRENT),
         *(
             dataclasses.replace(plain("workspace", "VGG16", "off"), way=f"limit {part}", part=part)
             for part in WORKSPACE_PARTS
@@ -143,8 +143,8 @@ def jobs(time_limit_s: float) -> list[Job]:
         Job("allocator", "blocks", "cuda_malloc_async", "blocks", env=pooled),
         Job("allocator", "blocks", "best fit", "blocks"),
         dataclasses.replace(plain("allocator", "MobileNet", "off", env=pooled), way="off, cuda_malloc_async"),
-        planned("allocator", "MobileNet", "exact", 0.5, "exact 0.5, cuda_malloc_async", env=pooled),
-        planned("allocator", "MobileNet", "exact", 0.5, "exact 0.5, memory grows", env=growing),
+        planned("allocator", "MobileNet", "auto", 0.5, "auto 0.5, cuda_malloc_async", env=pooled),
+        planned("allocator", "MobileNet", "auto", 0.5, "auto 0.5, memory grows", env=growing),
     ]
 
 

@@ -97,7 +97,8 @@ def chained(chain: Chain, with_ops: bool, with_copies: bool, and_back: bool, on:
                     copied.append(op_def_library.apply_op(out, input=block, name=f"out_{k}"))
             if with_copies and and_back and k % every == 0:
                 copied.append(op_def_library.apply_op(back, input=copied[-1], name=f"back_{k}"))
-        tf.reduce_sum(at, name="sum")
+        with tf.control_dependencies([tensor.op for tensor in copied]):
+            tf.reduce_sum(at, name="sum")
     feeds = [f"{name}:0" for name in shapes]
     return as_function(graph.as_graph_def(), feeds, ["sum:0"], [tensor.op.name for tensor in copied])
 

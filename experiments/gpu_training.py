@@ -55,22 +55,22 @@ def planned(
     name: str,
     *,
     budget_bytes: int,
-    implementations: str,
+    way: str,
     time_limit_s: float,
     cache_dir: str,
     small: bool,
 ) -> dict:
-    """Planned steps of the model as it comes. The peak of every step counts, the first one's included."""
+    """Planned steps, by XLA where Keras has it compile the step. The peak of each counts, the first one's included."""
     settings = Settings(
         budget_bytes,
         time_limit_s=time_limit_s,
-        implementations=implementations,
         cache_dir=cache_dir,
         on_progress=card.while_planning,
     )
-    row = {"device": device_name(), "budget_bytes": budget_bytes, "implementations": implementations}
+    row = {"device": device_name(), "budget_bytes": budget_bytes}
     try:
-        model, batch, spec = prepared(name, _JIT_COMPILE[AS_IT_COMES], small)
+        model, batch, spec = prepared(name, _JIT_COMPILE[way], small)
+        row["jit_compile"] = bool(model.jit_compile)
         start = time.perf_counter()
         train_step.attach(model, settings, spec)
         row["compile_s"] = time.perf_counter() - start

@@ -60,7 +60,11 @@ def glance_table(result: dict) -> str:
     return "\n".join(lines)
 
 
-_WAYS = {"auto": "Keras as it comes (XLA)", "off": "Keras without XLA"}
+_WAYS = {
+    "auto": "Keras as it comes (XLA)",
+    "off": "Keras without XLA",
+    "off 0.5": "planned op by op, without XLA, at 0.5",
+}
 
 
 def gpu_table(result: dict) -> str:
@@ -79,6 +83,29 @@ def gpu_table(result: dict) -> str:
             cells = row["case"], _WAYS.get(way, f"planned, {way}"), f"{row['peak_bytes'] / _MIB:.0f} MiB"
             lines.append(f"| {' | '.join(cells)} | {1000 * row['step_s']:.1f} ms | {parts} |")
     return "\n".join(lines)
+
+
+def programs_table(result: dict) -> str:
+    """Each plan that XLA compiled as one program, beside the step that Keras has it compile."""
+    lines = [
+        "| model | planned for | peak, and part of that of Keras as it comes | step time, one by one | in a row |",
+        "|---|---|---|---|---|",
+    ]
+    for rows in by_case(result["rows"]):
+        base = next(row for row in rows if "step_s" in row)
+        planned = (row for row in rows if row["way"].startswith("planned"))
+        lines += [f"| {' | '.join(_program_cells(row, base))} |" for row in planned]
+    return "\n".join(lines)
+
+
+def _program_cells(row: dict, base: dict) -> list[str]:
+    target = f"{row['target_bytes'] / _MIB:.0f} MiB" if "target_bytes" in row else ""
+    cells = [row["case"], target or f"{row['tensors_bytes'] / _MIB:.0f} MiB of tensors"]
+    if "error" in row:
+        return [*cells, row["error"].partition(". [")[0], "", ""]
+    peak = row.get("peak_bytes", row["first_peak_bytes"])
+    times = (f"{row[name] / base[name]:.2f}" if name in row else "" for name in ("step_s", "step_in_a_row_s"))
+    return [*cells, f"{peak / _MIB:.0f} MiB ({peak / base['peak_bytes']:.2f})", *times]
 
 
 def peers_table(result: dict) -> str:
@@ -187,6 +214,7 @@ TABLES = {
     "fused": (RESULTS / "within_budget_fused.json", measured_table),
     "gpu": (RESULTS / "within_budget_gpu.json", measured_table),
     "xla": (RESULTS / "gpu.json", gpu_table),
+    "programs": (RESULTS / "xla_programs.json", programs_table),
     "peers": (RESULTS / "peers.json", peers_table),
     "solvers": (RESULTS / "solvers.json", solvers_table),
     "ratios": (RESULTS / "solvers.json", ratios_table),

@@ -167,12 +167,12 @@ def test_planned_rows_are_shown_beside_both_plain_ones():
 
     planned = {"peak_bytes": 50, "plain_peak_bytes": 100, "predicted_peak_bytes": 51, "within_budget": True}
     rows = [row("plain", "auto", step_s=1.0), row("plain", "off", step_s=2.0)]
-    (line,) = gpu.beside([*rows, row("planned", "exact 0.5", step_s=1.5, **planned)])
+    (line,) = gpu.beside([*rows, row("planned", "off 0.5", step_s=1.5, **planned)])
     assert "time / auto 1.500, in a row 1.500" in line
     assert "time / off 0.750" in line
     assert "predicted +2.00 %" in line
 
 
 def test_a_row_is_told_in_one_line():
-    row = dict(zip(gpu.KEY, ("planned", "ViT", "exact 0.5"), strict=True)) | {"budget_bytes": 3 << 20, "step_s": 0.25}
-    assert gpu.told(json.loads(json.dumps(row))) == "planned / ViT / exact 0.5: budget 3 MiB, step_s 0.25"
+    row = dict(zip(gpu.KEY, ("planned", "ViT", "off 0.5"), strict=True)) | {"budget_bytes": 3 << 20, "step_s": 0.25}
+    assert gpu.told(json.loads(json.dumps(row))) == "planned / ViT / off 0.5: budget 3 MiB, step_s 0.25"
