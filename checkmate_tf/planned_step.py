@@ -66,6 +66,7 @@ class PlannedStep:
         self._lasting = effects.lasting(profiled.traced)
         self._draws_in_kernels = effects.draws_in_kernels(profiled.traced)
         self._trial_peaks: list[int | None] = []
+        self._before_bytes: int | None = None  # in use before the last run of a trial
         self._peaks: list[int] = []
         self._seconds: list[float] = []
         self._notes: list[str] = []
@@ -311,6 +312,7 @@ class PlannedStep:
         highest = 0
         for left in reversed(range(self._TRIAL_RUNS if self._refusal is None else self._MEASURED_RUNS)):
             is_kept = False
+            self._before_bytes = devices.in_use_bytes(self._profiled.device)
             try:
                 devices.reset_peak(self._profiled.device)
                 results, seconds = self._call(batch[0], wait=True)
@@ -336,12 +338,18 @@ class PlannedStep:
         return highest, None
 
     def _run(self, data):
-        """Runs the step once. It is planned again before the next run if it took too much."""
+        """Runs the step once. It is planned again before the next run if it took too much.
+
+        What others hold now that they did not when the step was tried is not the step's: a batch that a pipeline has
+        drawn already comes and goes.
+        """
         device = self._profiled.device
         measuring = len(self._peaks) < self._MEASURED_RUNS
         if measuring:
             devices.reset_peak(device)
-        before_bytes = max(self.budget_bytes, devices.peak_bytes(device))
+        in_use_bytes = devices.in_use_bytes(device)
+        others_bytes = 0 if self._before_bytes is None else max(0, in_use_bytes - self._before_bytes)
+        before_bytes = max(self.budget_bytes + others_bytes, devices.peak_bytes(device))
         results, seconds = self._call(data, wait=measuring)
         peak_bytes = devices.peak_bytes(device)
         if measuring:

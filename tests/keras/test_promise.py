@@ -102,6 +102,24 @@ def test_a_step_above_its_budget_is_planned_again_with_that_much_less(options, m
     assert_same_state(plain, model)
 
 
+@pytest.mark.alone
+def test_what_others_hold_beside_the_step_does_not_have_it_planned_again(options):
+    """Replanning cannot lower that, but may itself take more than the budget while plans are played."""
+    model = compiled(sequential(depth=2, dropout=0))
+    x, y = images(BATCH)
+    checkmate_tf.compile(model, 0.9, **options)
+    model.train_on_batch(x, y)
+    budget = checkmate_tf.report(model).budget_bytes
+    drawn = tf.zeros(budget // 4)  # floats, as many bytes as the budget
+    with Watch(model) as watch:
+        for _ in range(2):
+            model.train_on_batch(x, y)
+    assert watch.above(budget)
+    assert not watch.above(2 * budget + LARGEST_BYTES)
+    assert checkmate_tf.report(model).notes == ()
+    del drawn
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
