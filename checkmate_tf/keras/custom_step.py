@@ -11,9 +11,12 @@ import tensorflow as tf
 from checkmate_tf.errors import ModelError, StepError
 from checkmate_tf.keras import batch
 from checkmate_tf.keras.unplanned import Guard, Unplanned
+from checkmate_tf.lowering import device as devices
+from checkmate_tf.lowering import xla
 from checkmate_tf.pipeline import ProfiledStep, Settings
 from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.reporting import Report
+from checkmate_tf.xla_step import XlaStep
 
 
 class PlannedFunction:
@@ -44,8 +47,10 @@ class PlannedFunction:
         self._python = getattr(step, "python_function", step)
         self._unplanned = Unplanned(f"step {_name(self._python)!r}", settings.on_unplanned)
         self._result = None  # what the step returned when it was traced: the structure of its results
-        if _is_tf_function(step) and getattr(step, "_jit_compile", None):
-            self._unplanned.note("jit_compile is not used: XLA's fusions would undo the order of the planned step.")
+        has_xla = _is_tf_function(step) and bool(getattr(step, "_jit_compile", None))
+        self._is_for_xla = has_xla and xla.keeps_barriers(devices.name_of([tf.zeros(())]))
+        if has_xla and not self._is_for_xla:
+            self._unplanned.note("jit_compile is not used: on a CPU XLA would undo the order of the planned step.")
         arguments = batch.zeros_of(tuple(input_spec))
         self._signature = batch.signature(arguments)
         self._planned = self._plan(arguments, settings)
@@ -86,11 +91,10 @@ class PlannedFunction:
         report = Report() if self._planned is None else self._planned.report()
         return report.with_notes(self._unplanned.notes)
 
-    def _plan(self, arguments: tuple, settings: Settings) -> PlannedStep | None:
+    def _plan(self, arguments: tuple, settings: Settings) -> PlannedStep | XlaStep | None:
         """The planned step, or None where planning has failed and the user did not ask for an error."""
         try:
-            step = PlannedStep.of(ProfiledStep(self._flat, batch.spec_of(arguments), settings))
-            step.try_out(arguments)
+            step = self._planned_step(arguments, settings)
         except StepError as error:
             raise ModelError(
                 "the step does not run on arguments like input_spec, a tuple with one entry per positional argument. "
@@ -100,6 +104,13 @@ class PlannedFunction:
             self._unplanned.because(self._unplanned.reason(error, has_trained=False))
             return None
         self._unplanned.if_expensive(step)
+        return step
+
+    def _planned_step(self, arguments: tuple, settings: Settings) -> PlannedStep | XlaStep:
+        if self._is_for_xla:
+            return XlaStep.of(self._flat, arguments, settings)
+        step = PlannedStep.of(ProfiledStep(self._flat, batch.spec_of(arguments), settings))
+        step.try_out(arguments)
         return step
 
     def _flat(self, arguments: tuple) -> list:

@@ -149,6 +149,34 @@ def test_a_budget_that_no_program_keeps_is_refused_and_nothing_changes():
     model.fit(x, y, batch_size=ROWS, verbose=0)  # as it comes
 
 
+@BARRIERS_STAY
+def test_a_step_of_one_s_own_that_xla_compiles_keeps_its_budget():
+    checkmate_tf.reserve("1GiB")
+    weights = [tf.Variable(tf.random.normal((128, 128), stddev=0.1, seed=k)) for k in range(12)]
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = x
+            for weight in weights:
+                y = tf.nn.gelu(y @ weight)
+            loss = tf.reduce_mean(y * y)
+        for weight, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
+            weight.assign_sub(0.1 * gradient)
+        return loss
+
+    x = tf.random.normal((4096, 128), seed=0)
+    own = tf.function(step, jit_compile=True)
+    before = [weight.numpy() for weight in weights]
+    expected = [float(own(x)) for _ in range(2)]
+    budget = peak_of(lambda: own(x)) * 6 // 10
+    planned = checkmate_tf.function(own, budget, input_spec=(tf.TensorSpec(x.shape),), time_limit_s=2)
+    for weight, value in zip(weights, before, strict=True):
+        weight.assign(value)
+    assert [float(planned(x)) for _ in range(2)] == pytest.approx(expected, rel=1e-5)
+    assert peak_of(lambda: planned(x)) <= budget
+    assert planned.report().recomputed
+
+
 def test_on_a_cpu_as_it_comes_the_step_is_planned_without_xla(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     model, x, y = made(blocks)
