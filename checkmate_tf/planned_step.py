@@ -340,21 +340,21 @@ class PlannedStep:
     def _run(self, data):
         """Runs the step once. It is planned again before the next run if it took too much.
 
-        What others hold now that they did not when the step was tried is not the step's: a batch that a pipeline has
-        drawn already comes and goes.
+        What others hold before or behind the run that they did not when the step was tried is not the step's: batches
+        that a pipeline draws come and go, also while it runs.
         """
         device = self._profiled.device
         measuring = len(self._peaks) < self._MEASURED_RUNS
         if measuring:
             devices.reset_peak(device)
-        in_use_bytes = devices.in_use_bytes(device)
-        others_bytes = 0 if self._before_bytes is None else max(0, in_use_bytes - self._before_bytes)
-        before_bytes = max(self.budget_bytes + others_bytes, devices.peak_bytes(device))
+        in_use_bytes, seen_bytes = devices.in_use_bytes(device), devices.peak_bytes(device)
         results, seconds = self._call(data, wait=measuring)
         peak_bytes = devices.peak_bytes(device)
         if measuring:
             self._book(seconds, peak_bytes)
-        if self._replans < self._MOST_REPLANS and peak_bytes > before_bytes:
+        in_use_bytes = max(in_use_bytes, devices.in_use_bytes(device))
+        others_bytes = 0 if self._before_bytes is None else max(0, in_use_bytes - self._before_bytes)
+        if self._replans < self._MOST_REPLANS and peak_bytes > max(self.budget_bytes + others_bytes, seen_bytes):
             self._plan_again(peak_bytes)
         return results
 
