@@ -107,13 +107,13 @@ def test_a_program_with_recomputation_does_what_the_step_does(name):
 
 
 @BARRIERS_STAY
-@pytest.mark.parametrize("name", ["blocks", "dropout"])
+@pytest.mark.parametrize("name", [pytest.param("blocks", marks=pytest.mark.slow), "dropout"])
 def test_every_step_keeps_its_budget(name):
     checkmate_tf.reserve("1GiB")
     model, x, y = made(MODELS[name])
     plain = peak_of(lambda: [model.train_on_batch(x[:ROWS], y[:ROWS]) for _ in range(2)])
     budget = plain // 2
-    checkmate_tf.compile(model, budget, time_limit_s=5, on_unplanned="raise")
+    checkmate_tf.compile(model, budget, time_limit_s=3, on_unplanned="raise")
     model.train_on_batch(x[:ROWS], y[:ROWS])
     assert peak_of(lambda: model.fit(x, y, batch_size=ROWS, verbose=0)) <= budget
     report = checkmate_tf.report(model)
@@ -123,6 +123,7 @@ def test_every_step_keeps_its_budget(name):
     assert report.predicted_peak_bytes == pytest.approx(report.measured_peak_bytes, rel=0.15)
 
 
+@pytest.mark.slow
 @BARRIERS_STAY
 def test_the_last_part_of_an_epoch_follows_the_plan():
     checkmate_tf.reserve("1GiB")
