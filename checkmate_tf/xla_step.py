@@ -66,7 +66,7 @@ class XlaStep:
         self._trial_peaks: list[int | None] = []
         self._peaks: list[int] = []
         self._seconds: list[float] = []
-        spec = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), data)
+        spec = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype), data)
         with self._phase("trace"):
             self._traced = trace_for_xla(step, spec)
             if not self._traced.updates:
@@ -74,7 +74,9 @@ class XlaStep:
             self._extracted = extract(self._traced)
         self._device = devices.name_of(self._traced.interface.variables)
         self._program: XlaProgram | None = None
-        self._batch_bytes = [leaf.shape.num_elements() * leaf.dtype.size for leaf in tf.nest.flatten(data)]
+        fed = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
+        self._batch_bytes = [leaf.shape.num_elements() * leaf.dtype.size for leaf in fed]
+        self._base_bytes = 0  # in use before the step
         self.budget_bytes = 0
         self.candidate: Candidate
 
@@ -97,8 +99,9 @@ class XlaStep:
         candidate = follow(whole.candidate, part._extracted.op_graph)
         if candidate is None:
             return None
-        part.budget_bytes = whole.budget_bytes
+        part.budget_bytes, part._base_bytes = whole.budget_bytes, whole._base_bytes
         part._take(candidate)
+        part._release()
         return part
 
     def run(self, batch: list, *, can_move: bool = False):  # noqa: ARG002 - as `PlannedStep.run`

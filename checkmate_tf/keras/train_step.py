@@ -327,9 +327,8 @@ class PlannedTraining:
         if not self._model.jit_compile:
             return False
         values = [variable.value for variable in self._model.trainable_variables]
-        return xla.keeps_barriers(
-            devices.name_of(values or [tf.zeros(())])
-        )  # not built: where TensorFlow puts all else
+        # A model that is not built yet will lie where TensorFlow puts all else.
+        return xla.keeps_barriers(devices.name_of(values or [tf.zeros(())]))
 
     def _planned(self, data) -> PlannedStep | XlaStep:
         """A planned step for the signature of `data`.

@@ -55,19 +55,17 @@ class Rates:
     """How fast a device is.
 
     Attributes:
-        device: Its name ("GPU:0").
         flops_per_s: (kind of op, data type) -> operations a second; measured when first asked for.
         bytes_per_s: Of memory traffic, reads and writes together.
     """
 
-    device: str
     flops_per_s: Callable[[str, tf.DType], float]
     bytes_per_s: float
 
 
 def rates(device: str) -> Rates:
     """The rates of a device, each measured once in a process, in some tenths of a second."""
-    return Rates(device, functools.partial(_flops_per_s, device), _bytes_per_s(device))
+    return Rates(functools.partial(_flops_per_s, device), _bytes_per_s(device))
 
 
 def roofline(extracted: ExtractedStep, speed: Rates) -> tuple[OpGraph, Costs]:

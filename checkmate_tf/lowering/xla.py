@@ -107,6 +107,10 @@ class _Writer:
             for source in sources:
                 self._last_read[source] = step
             self._depth[step] = 1 + max((self._depth[source] for source in sources), default=0)
+        is_first = (plan.instance == 0) & ~graph.once[plan.ops] & (self._last_read >= 0)
+        self._can_be_awaited = np.zeros(len(plan), dtype=bool)
+        for step in np.flatnonzero(is_first).tolist():
+            self._can_be_awaited[step] = self._may_wait((step, 0))
 
     def written(self) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
         """As `program_graph_def`."""
@@ -160,16 +164,10 @@ class _Writer:
 
     def _latest_gradient(self, before: int) -> _Value | None:
         """Of the gradients that are still needed, the one at the end of the longest path; else any such value."""
-        needed = [
-            step
-            for step in range(before)
-            if self._last_read[step] > before
-            and not self._plan.instance[step]
-            and not self._graph.once[self._ops[step]]
-            and self._may_wait((step, 0))
-        ]
-        gradients = [step for step in needed if self._graph.is_gradient[self._ops[step]]]
-        return max(((step, 0) for step in gradients or needed), key=lambda v: int(self._depth[v[0]]), default=None)
+        needed = np.flatnonzero(self._can_be_awaited[:before] & (self._last_read[:before] > before))
+        gradients = needed[self._graph.is_gradient[self._plan.ops[needed]]]
+        steps = gradients if gradients.size else needed
+        return (int(steps[np.argmax(self._depth[steps])]), 0) if steps.size else None
 
     def _write(self, step: int) -> None:
         op = self._ops[step]
@@ -195,9 +193,8 @@ class _Writer:
         """The values that a step reads."""
         inputs = [name for name in self._nodes[self._graph.names[self._ops[step]]].input if not name.startswith("^")]
         sources = self._plan.sources[step]
-        return [
-            (s, int(name.partition(":")[2] or 0)) for s, name in zip(sources, inputs, strict=False)
-        ]  # hidden ones last
+        pairs = zip(sources, inputs, strict=False)  # hidden inputs last
+        return [(source, int(name.partition(":")[2] or 0)) for source, name in pairs]
 
     def _tensor(self, value: _Value) -> str:
         step, output = value

@@ -107,13 +107,12 @@ def test_a_program_with_recomputation_does_what_the_step_does(name):
 
 
 @BARRIERS_STAY
-@pytest.mark.parametrize("name", [pytest.param("blocks", marks=pytest.mark.slow), "dropout"])
-def test_every_step_keeps_its_budget(name):
+def test_every_step_keeps_its_budget():
     checkmate_tf.reserve("1GiB")
-    model, x, y = made(MODELS[name])
+    model, x, y = made(MODELS["dropout"])
     plain = peak_of(lambda: [model.train_on_batch(x[:ROWS], y[:ROWS]) for _ in range(2)])
     budget = plain // 2
-    checkmate_tf.compile(model, budget, time_limit_s=3, on_unplanned="raise")
+    checkmate_tf.compile(model, budget, time_limit_s=5, on_unplanned="raise")
     model.train_on_batch(x[:ROWS], y[:ROWS])
     assert peak_of(lambda: model.fit(x, y, batch_size=ROWS, verbose=0)) <= budget
     report = checkmate_tf.report(model)
