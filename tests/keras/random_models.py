@@ -37,6 +37,7 @@ FORMS = ("train_on_batch", "arrays", "dataset", "named", "generator")
 COMMON_FORMS = ("train_on_batch", "train_on_batch", "train_on_batch", "generator", "arrays", "dataset")
 PLAIN_HAS_TRAINED = "plain Keras has trained\n"  # what a worker says before anything is planned
 HOLD_ALL = ("arrays", "dataset", "named")  # forms whose pipeline holds the data of all steps
+MOST_SINGLE_ROWS = 1024  # that a dataset puts together: in the step's memory, each of their tensors takes 256 bytes
 FRACTIONS = (0.1, 0.05, 0.15, 0.0, 0.2, 0.3, 0.5, 0.8)  # mostly tight: with more, few models recompute anything
 PRECISIONS = ("float64", "float64", "float64", "float32", "mixed_float16", "mixed_bfloat16")
 COMMON_PRECISIONS = (
@@ -196,13 +197,18 @@ def train(case: Case, recipe: dict) -> None:
     whole = (x, tuple(y)) if weights is None else (x, tuple(y), tuple(weights))
     if isinstance(x, list):
         whole = (tuple(x), *whole[1:])
+    count = STEPS + bool(recipe["partial"])
     if recipe["form"] == "generator":
-        count = STEPS + bool(recipe["partial"])
         model.fit(
             (_rows(whole, slice(k * batch, (k + 1) * batch)) for k in range(count)), steps_per_epoch=count, **options
         )
         return
-    model.fit(tf.data.Dataset.from_tensor_slices(whole).batch(batch), **options)
+    if batch <= MOST_SINGLE_ROWS:
+        dataset = tf.data.Dataset.from_tensor_slices(whole).batch(batch)
+    else:
+        whole = tf.nest.map_structure(tf.constant, whole)
+        dataset = tf.data.Dataset.range(count).map(lambda k: _rows(whole, slice(k * batch, (k + 1) * batch)))
+    model.fit(dataset, **options)
 
 
 def specification(case: Case, recipe: dict):
