@@ -15,6 +15,7 @@ from checkmate_tf.budget import Budget, parse
 from checkmate_tf.errors import ModelError, OptionError
 from checkmate_tf.keras import curve, max_batch, train_step
 from checkmate_tf.keras.custom_step import PlannedFunction
+from checkmate_tf.keras.microbatches import AUTO
 from checkmate_tf.keras.unplanned import ON_UNPLANNED, WARN
 from checkmate_tf.lowering import rehearse
 from checkmate_tf.lowering.device import is_cpu
@@ -34,6 +35,7 @@ def compile(
     strategy: str = "auto",
     time_limit_s: float = 60.0,
     implementations: str = "exact",
+    microbatches: int | str = 1,
     cache_dir: str | os.PathLike[str] | None = None,
     on_unplanned: str = "warn",
     verbose: bool | str = "auto",
@@ -71,6 +73,12 @@ def compile(
             cheaper plan is found. "gist": a baseline for comparison, the lossless encodings of Gist wherever they
             can be: gradients of max pooling by places, of ReLUs by masks; with strategy="checkpoint_all", as
             published. `report` says where.
+        microbatches: In how many equal parts each batch is cut. Gradients of the parts are added up (in accumulators
+            as large as the weights), and the weights are updated once. "auto": in as many as take least time within
+            the budget (1, 2, 4, ...; for each of them, `time_limit_s`), where that leaves the gradients as they are;
+            that is checked on the first rows of the first batch. A number is taken as it is; where it changes the
+            gradients (batch normalization, losses that compare rows, masks), the report says so. Random numbers such
+            as dropout's masks are drawn part by part.
         cache_dir: Folder for measured ops and found schedules; by default in the user's cache folder.
         on_unplanned: "warn": what is not planned trains by the model's own step, without the budget, and a UserWarning
             says why. "raise": that is an error, and the model is given its own step back.
@@ -94,7 +102,7 @@ def compile(
     """
     train_step.attach(
         model,
-        _settings(budget, strategy, time_limit_s, implementations, cache_dir, verbose, on_unplanned),
+        _settings(budget, strategy, time_limit_s, implementations, cache_dir, verbose, on_unplanned, microbatches),
         input_spec,
     )
     return model
@@ -374,6 +382,7 @@ def _settings(
     cache_dir: str | os.PathLike[str] | None,
     verbose: bool | str,
     on_unplanned: str = WARN,
+    microbatches: int | str = 1,
 ) -> Settings:
     """Checks the options.
 
@@ -388,12 +397,16 @@ def _settings(
         raise OptionError(f"implementations must be one of {', '.join(RULES)}; got {implementations!r}.")
     if not isinstance(on_unplanned, str) or on_unplanned not in ON_UNPLANNED:
         raise OptionError(f"on_unplanned must be one of {', '.join(ON_UNPLANNED)}; got {on_unplanned!r}.")
+    is_count = isinstance(microbatches, int) and not isinstance(microbatches, bool) and microbatches >= 1
+    if not is_count and microbatches != AUTO:
+        raise OptionError(f"microbatches must be a number of at least 1, or {AUTO!r}; got {microbatches!r}.")
     parse(budget, plain_peak_bytes=1 << 60, device_bytes=1 << 60)  # only to refuse what no budget looks like
     return Settings(
         budget=budget,
         strategy=strategy,
         time_limit_s=float(min(time_limit_s, 1e9)),
         implementations=implementations,
+        microbatches=microbatches,
         cache_dir=_folder(cache_dir),
         on_unplanned=on_unplanned,
         on_progress=progress(verbose),

@@ -56,6 +56,7 @@ class Settings:
     strategy: str = "auto"
     time_limit_s: float = 60.0
     implementations: str = "exact"
+    microbatches: int | str = 1
     cache_dir: str | None = None
     on_unplanned: str = "warn"
     least_budget_bytes: int = 0  # what a larger batch was given, where the budget is a fraction

@@ -15,6 +15,7 @@ from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering import effects
 from checkmate_tf.lowering.rebuild import call_unoptimized
 from checkmate_tf.lowering.seats import seat
+from checkmate_tf.lowering.trace import TracedStep
 from checkmate_tf.lowering.turns import turns
 from checkmate_tf.pipeline import ProfiledStep
 from checkmate_tf.planning.candidate import Candidate, cheapest
@@ -198,6 +199,11 @@ class PlannedStep:
         trials = self._MEASURED_RUNS if self._profiled.profile.is_estimated else 1
         peaks = [self._trial([data], can_move=False, counts=False)[0] for _ in range(trials)]
         return None if None in peaks else 2 * max(peaks) - min(peaks)
+
+    @property
+    def traced(self) -> TracedStep:
+        """The unmodified step."""
+        return self._profiled.traced
 
     def give_up(self) -> None:
         """Frees what divides the memory for this step's plan: it is another one's turn."""

@@ -56,6 +56,9 @@ class XlaStep:
         step: Python training step of one argument.
         data: A batch.
         settings: What the user asked for.
+
+    Attributes:
+        traced: The unmodified step.
     """
 
     _MEASURED_RUNS = 6
@@ -68,11 +71,11 @@ class XlaStep:
         self._seconds: list[float] = []
         spec = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype), data)
         with self._phase("trace"):
-            self._traced = trace_for_xla(step, spec)
-            if not self._traced.updates:
+            self.traced = trace_for_xla(step, spec)
+            if not self.traced.updates:
                 raise ModelError("the training step updates no variable; there is nothing to plan.")
-            self._extracted = extract(self._traced)
-        self._device = devices.name_of(self._traced.interface.variables)
+            self._extracted = extract(self.traced)
+        self._device = devices.name_of(self.traced.interface.variables)
         self._program: XlaProgram | None = None
         fed = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
         self._batch_bytes = [leaf.shape.num_elements() * leaf.dtype.size for leaf in fed]
@@ -103,6 +106,12 @@ class XlaStep:
         part._take(candidate)
         part._release()
         return part
+
+    @classmethod
+    def budget_of(cls, step: Callable, data, settings: Settings) -> int:
+        """The budget for a step, in bytes: a fraction is of what the program takes that recomputes nothing."""
+        planned = cls(step, data, settings)
+        return planned._parsed(planned._planner().store_all(), data)
 
     def run(self, batch: list, *, can_move: bool = False):  # noqa: ARG002 - as `PlannedStep.run`
         """Runs the step.
@@ -163,7 +172,7 @@ class XlaStep:
         everything = planner.store_all()
         self.budget_bytes = self._parsed(everything, data)
         room = everything.peak_bytes - self._base_bytes + _MORE_ROOM_BYTES
-        make_room(self._device, room, self._traced.interface.variables)
+        make_room(self._device, room, self.traced.interface.variables)
         unforeseen = round(_UNFORESEEN * (everything.peak_bytes - self._base_bytes))
         clock = planner.clock(self._settings.time_limit_s)
         best: tuple[Candidate, XlaProgram] | None = None
@@ -204,7 +213,7 @@ class XlaStep:
             limit_bytes=devices.limit_bytes(self._device),
             strategy=self._settings.strategy,
             archive_dir=self._settings.cache_dir,
-            weights_bytes=devices.counted_bytes(self._device, map(variable_bytes, self._traced.interface.variables)),
+            weights_bytes=devices.counted_bytes(self._device, map(variable_bytes, self.traced.interface.variables)),
             batch_bytes=devices.counted_bytes(self._device, self._batch_bytes),
         )
 
@@ -225,7 +234,7 @@ class XlaStep:
     def _tried(self, candidate: Candidate, data) -> int | None:
         """Compiles a plan and runs it once, which changes nothing; its peak, None where memory ran out."""
         self._take(candidate)
-        before = effects.Snapshot(self._traced)
+        before = effects.Snapshot(self.traced)
         peak = None
         try:
             with self._phase("compile"):
@@ -245,16 +254,16 @@ class XlaStep:
         self._program = None
         self.candidate = candidate
         with self._phase("rebuild"):
-            self._program = XlaProgram(self._traced, candidate.op_graph, candidate.plan)
+            self._program = XlaProgram(self.traced, candidate.op_graph, candidate.plan)
 
     def _call(self, data):
         fed = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
         results = self._program(fed)
-        return tf.nest.pack_sequence_as(self._traced.interface.structure, results, expand_composites=True)
+        return tf.nest.pack_sequence_as(self.traced.interface.structure, results, expand_composites=True)
 
     def _release(self) -> None:
         """Lets go of TensorFlow's graphs, which no run needs."""
-        self._traced = dataclasses.replace(self._traced, function=None)
+        self.traced = dataclasses.replace(self.traced, function=None)
         self._extracted = None
 
     def _not_found(self, planner: Planner, unforeseen: int) -> NoScheduleFound:

@@ -74,6 +74,11 @@ def rows(data) -> int:
     return next(shape[0] for shape in _shapes(data) if shape)
 
 
+def sliced(data, begin: int, end: int):
+    """Some rows of a batch of tensors."""
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[begin:end], data)
+
+
 def rows_of(input_spec) -> int:
     """The number of rows that all leaves of a specification have.
 

@@ -12,11 +12,12 @@ import keras
 import tensorflow as tf
 
 from checkmate_tf.budget import is_fraction
-from checkmate_tf.errors import BatchError, CheckmateError, ModelError, StepError
+from checkmate_tf.errors import BatchError, CheckmateError, InfeasibleBudget, ModelError, NoScheduleFound, StepError
 from checkmate_tf.keras import batch
+from checkmate_tf.keras.microbatches import AUTO, Accumulation, MicrobatchedStep, Ways, why_rows_depend
 from checkmate_tf.keras.unplanned import Guard, Unplanned, is_refusal, planning_error
 from checkmate_tf.lowering import device as devices
-from checkmate_tf.lowering import xla
+from checkmate_tf.lowering import effects, xla
 from checkmate_tf.pipeline import ProfiledStep, Settings
 from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.planning.joint import NONE
@@ -116,8 +117,11 @@ class PlannedTraining:
     def __init__(self, model: keras.Model, settings: Settings):
         self._model = model
         self._settings = settings
-        self._steps: dict[Hashable, PlannedStep | XlaStep | None] = {}  # None: runs unmodified
+        self._steps: dict[Hashable, PlannedStep | XlaStep | MicrobatchedStep | None] = {}  # None: runs unmodified
         self._specs: dict[Hashable, object] = {}
+        self._accumulation: Accumulation | None = None  # where batches are cut in parts
+        self._part_rows = 0
+        self._steps_of_parts: dict[Hashable, tuple[object, PlannedStep | XlaStep]] = {}  # with their specifications
         self._guards: dict[Hashable, Guard] = {}  # of the planned steps that were run
         self._has_trained = False
         self._unplanned = Unplanned(f"model {model.name!r}", settings.on_unplanned)
@@ -218,6 +222,8 @@ class PlannedTraining:
         if force or self._compiled is not _compilation(model):  # another optimizer, other losses
             self._steps.clear()
             self._guards.clear()
+            self._steps_of_parts.clear()
+            self._accumulation = None
             self._has_trained = False
             self._unplanned = Unplanned(f"model {model.name!r}", self._settings.on_unplanned)
             self._compiled = _compilation(model)
@@ -330,7 +336,7 @@ class PlannedTraining:
         # A model that is not built yet will lie where TensorFlow puts all else.
         return xla.keeps_barriers(devices.name_of(values or [tf.zeros(())]))
 
-    def _planned(self, data) -> PlannedStep | XlaStep:
+    def _planned(self, data) -> PlannedStep | XlaStep | MicrobatchedStep:
         """A planned step for the signature of `data`.
 
         Raises:
@@ -341,30 +347,108 @@ class PlannedTraining:
                 "ragged and sparse batches are not planned: make them dense, padded to a fixed shape "
                 "(to_tensor(shape=...), tf.sparse.to_dense)."
             )
-        if self._is_for_xla():
-            self._prepare(data)
-            return self._part_of_planned(data) or XlaStep.of(self._step, data, self._settings_for(data))
-        return self._part_of_planned(data) or PlannedStep.of(self.profiled(data))
+        self._prepare(data)
+        if self._accumulation is not None:  # the batches before were cut in parts
+            return self._in_parts(data, self._settings_for(data), self._part_rows)
+        if self._settings.microbatches == 1 or self._has_trained:
+            return self._whole(data, self._settings_for(data))
+        return self._first_in_parts(data, batch.rows_of(batch.spec_of(data)))
 
-    def _part_of_planned(self, data) -> PlannedStep | XlaStep | None:
-        """A step that follows the plan of a larger batch, as for an epoch's last one; None where there is none."""
-        wholes = [
-            (self._specs[key], step)
-            for key, step in self._steps.items()
-            if step is not None and batch.is_part_of(data, self._specs[key])
-        ]
-        if not wholes:
-            return None
-        _, whole = min(wholes, key=lambda known: batch.rows(known[0]))
-        if isinstance(whole, XlaStep):
-            return XlaStep.of_part(whole, self._step, data)
-        return PlannedStep.of_part(whole, self.profiled(data, whole.candidate.chosen))
+    def _whole(self, data, settings: Settings) -> PlannedStep | XlaStep:
+        """A planned step for a batch in one part."""
+        known = [(self._specs[key], step) for key, step in self._steps.items() if step is not None]
+        return self._planned_as(self._step, data, settings, known)
+
+    def _first_in_parts(self, data, rows: int) -> PlannedStep | XlaStep | MicrobatchedStep:
+        """A planned step for the first batch, in as many parts as the user asked for.
+
+        Raises:
+            InfeasibleBudget, NoScheduleFound: As the planner says.
+        """
+        settings = dataclasses.replace(self._settings, budget=self._budget_bytes(data))
+        count = self._settings.microbatches
+        if count != AUTO:
+            step = self._in_parts(data, settings, -(-rows // count))
+            reason = self._why_rows_depend(step, data)
+            if reason is not None:
+                step.notes.append(f"microbatches={count} changes the gradients: {reason}.")
+            return step
+        ways = Ways(
+            whole=lambda: self._whole(data, settings),
+            in_parts=lambda part_rows: self._in_parts(data, settings, part_rows),
+            why_not=lambda step: self._why_rows_depend(step, data),
+        )
+        try:
+            step = ways.fastest(rows, data)
+        except (InfeasibleBudget, NoScheduleFound):
+            self._accumulation = None
+            self._steps_of_parts.clear()
+            raise
+        if ways.why_whole is not None:
+            self._unplanned.note(f"the batch is not cut in parts: {ways.why_whole}.")
+        if isinstance(step, MicrobatchedStep):
+            self._part_rows = step.part_rows
+        else:
+            self._accumulation = None
+            self._steps_of_parts.clear()
+        return step
+
+    def _planned_as(self, step: Callable, data, settings: Settings, known: list) -> PlannedStep | XlaStep:
+        """Plans a Python step for a batch, or has it follow the plan of a larger batch, as for an epoch's last one.
+
+        Args:
+            step: Of one argument.
+            data: The batch.
+            settings: Budget and options.
+            known: Specifications of batches, each with the planned step for it.
+        """
+        wholes = [(spec, planned) for spec, planned in known if batch.is_part_of(data, spec)]
+        whole = min(wholes, key=lambda one: batch.rows(one[0]))[1] if wholes else None
+        if self._is_for_xla():
+            part = None if whole is None else XlaStep.of_part(whole, step, data)
+            return part or XlaStep.of(step, data, settings)
+        part = None
+        if whole is not None:
+            part = PlannedStep.of_part(whole, self._profiled(step, data, settings, whole.candidate.chosen))
+        return part or PlannedStep.of(self._profiled(step, data, settings))
+
+    def _in_parts(self, data, settings: Settings, rows: int) -> MicrobatchedStep:
+        """A planned step for a batch in parts of so many rows."""
+        if self._accumulation is None:
+            self._accumulation = Accumulation(self._model, self._step)
+        self._part_rows = rows
+        settings = dataclasses.replace(settings, time_limit_s=settings.time_limit_s / 2)  # for each of its two steps
+
+        def planned(step: Callable, part) -> PlannedStep | XlaStep:
+            key = step.__name__, batch.signature(part)
+            if key not in self._steps_of_parts:
+                known = [one for (name, _), one in self._steps_of_parts.items() if name == step.__name__]
+                self._steps_of_parts[key] = batch.spec_of(part), self._planned_as(step, part, settings, known)
+            return self._steps_of_parts[key][1]
+
+        return MicrobatchedStep(self._accumulation, rows, planned, data)
+
+    def _why_rows_depend(self, step: MicrobatchedStep, data) -> str | None:
+        """Why cutting a batch changes the gradients, or None. Changes nothing."""
+        before = effects.Snapshot(step.steps[0].traced)
+        try:
+            return why_rows_depend(self._model, self._accumulation, data)
+        finally:
+            before.restore()
+
+    def _budget_bytes(self, data) -> int:
+        """The budget for a batch: a fraction is of what the unmodified step takes for all of it."""
+        if self._is_for_xla():
+            return XlaStep.budget_of(self._step, data, self._settings)
+        return self.profiled(data).budget_bytes()
 
     def profiled(self, data, chosen: frozenset[str] | None = NONE) -> ProfiledStep:
         """The traced step for the signature of a batch, with the alternatives that were chosen."""
         self._prepare(data)
-        settings = self._settings_for(data)
-        return ProfiledStep(self._step, batch.spec_of(data), settings, chosen, in_training=self._has_trained)
+        return self._profiled(self._step, data, self._settings_for(data), chosen)
+
+    def _profiled(self, step: Callable, data, settings: Settings, chosen: frozenset[str] | None = NONE) -> ProfiledStep:
+        return ProfiledStep(step, batch.spec_of(data), settings, chosen, in_training=self._has_trained)
 
     def _prepare(self, data) -> None:
         """Builds the model, whose own step this is."""

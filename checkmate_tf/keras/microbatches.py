@@ -1,0 +1,421 @@
+"""A batch in parts: the gradients of all parts are added up, and the weights are updated once.
+
+Every part but the last runs a step that adds its gradients to accumulators, one for each weight. The last part's step
+is the model's own, given the sums: so each gradient of the last part is added, used and freed as soon as it is there.
+Both are planned like any other step.
+
+References:
+    Huang et al., GPipe, NeurIPS 2019 (micro-batches); Beaumont et al. and Tooley combine them with recomputation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from checkmate_tf.errors import InfeasibleBudget, ModelError, NoScheduleFound
+from checkmate_tf.keras import batch
+from checkmate_tf.lowering import device as devices
+from checkmate_tf.lowering.seats import Seats, seat
+from checkmate_tf.planned_step import PlannedStep
+from checkmate_tf.planning.partition import STATES
+from checkmate_tf.reporting import Report
+from checkmate_tf.xla_step import XlaStep
+
+AUTO = "auto"
+_AS_FAST = 1.02  # times the unmodified step's time: no other number of parts is worth while
+_CHECKED_ROWS = 4
+_NEAR = {"float64": 1e-9, "float32": 1e-3}  # times the norm of the gradients: how far those of two halves may be
+_NEAR_16_BIT = 0.05
+
+
+class Accumulation:
+    """The training step of a model for one part of a batch.
+
+    Args:
+        model: Built, with an optimizer that is built.
+        step: The model's training step, of one argument.
+
+    Attributes:
+        share: What the gradients of the part that runs count: its rows / rows of the batch.
+        sparse: Paths of the weights with sparse gradients, as embeddings have.
+    """
+
+    def __init__(self, model: keras.Model, step: Callable):
+        self._model = model
+        self._step = step
+        self.sparse: set[str] = set()
+        with tf.device(model.trainable_variables[0].value.device):
+            self.share = tf.Variable(1.0, trainable=False, dtype="float64", name="share_of_batch")
+            self._sums = {
+                id(variable): tf.Variable(tf.zeros(variable.shape, _wide(variable.dtype)), trainable=False)
+                for variable in model.trainable_variables
+            }
+
+    def add(self, data):
+        """The step of every part but the last: it updates no weight."""
+
+        def apply(gradients: Sequence, variables: Sequence) -> None:
+            for gradient, variable in _paired(gradients, variables):
+                total = self._sums[id(variable)]
+                if isinstance(gradient, tf.IndexedSlices):
+                    self.sparse.add(variable.path)
+                    values = self._weighted(gradient.values, total)
+                    total.scatter_add(tf.IndexedSlices(values, gradient.indices, gradient.dense_shape))
+                else:
+                    total.assign_add(self._weighted(gradient, total))
+
+        return self._run(data, apply)
+
+    def update(self, data):
+        """The step of the last part: it updates the weights, and sets the sums back to zero."""
+        own = self._model.optimizer.apply
+
+        def apply(gradients: Sequence, variables: Sequence) -> None:
+            given = list(gradients)
+            for k, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+                if gradient is not None:
+                    total = self._sums[id(variable)]
+                    whole = total + self._weighted(tf.convert_to_tensor(gradient), total)
+                    with tf.control_dependencies([whole]):  # until then what was read is the variable's own buffer
+                        total.assign(tf.zeros(total.shape, total.dtype))
+                    given[k] = tf.cast(whole, gradient.dtype)
+            own(given, variables)
+
+        return self._run(data, apply)
+
+    def clear(self) -> None:
+        """Sets the sums to zero, where a step was not finished."""
+        for total in self._sums.values():
+            total.assign(tf.zeros(total.shape, total.dtype))
+
+    def gradients(self, data) -> list:
+        """The gradients of a batch, dense, in the order of the model's trainable variables; None for those absent.
+
+        The step runs without an update of the weights; all else that it writes is written.
+        """
+        found: dict[int, tf.Tensor] = {}
+
+        def apply(gradients: Sequence, variables: Sequence) -> None:
+            found.update({id(v): tf.convert_to_tensor(g) for g, v in _paired(gradients, variables)})
+
+        self._run(data, apply)
+        return [found.get(id(variable)) for variable in self._model.trainable_variables]
+
+    def _weighted(self, gradient: tf.Tensor, total: tf.Variable) -> tf.Tensor:
+        return tf.cast(gradient, total.dtype) * tf.cast(self.share, total.dtype)
+
+    def _run(self, data, apply: Callable):
+        """Runs the model's step with another `apply` in place of its optimizer's.
+
+        Raises:
+            ModelError: The step does not give its gradients to the model's optimizer, once.
+        """
+        optimizer, calls = self._model.optimizer, []
+
+        def instead(grads: Sequence, trainable_variables: Sequence | None = None) -> None:
+            calls.append(len(grads))
+            apply(list(grads), list(trainable_variables or self._model.trainable_variables))
+
+        with _replaced(optimizer, "apply", instead):
+            results = self._step(data)
+        if len(calls) != 1:
+            raise ModelError(
+                "microbatches need a training step that gives its gradients to the model's optimizer once; this one "
+                f"calls optimizer.apply or apply_gradients {len(calls)} times. Use microbatches=1."
+            )
+        return results
+
+
+class MicrobatchedStep:
+    """A planned step for a batch in parts.
+
+    Args:
+        accumulation: The step for a part.
+        rows: Of a part; the last one has what is left.
+        planned: Gives a Python step of one argument its planned step for a part.
+        data: A batch.
+
+    Attributes:
+        part_rows: Of a part; the last one has what is left.
+        notes: For the report.
+    """
+
+    def __init__(self, accumulation: Accumulation, rows: int, planned: Callable, data):
+        self._accumulation = accumulation
+        self._device = devices.name_of([accumulation.share])
+        sizes = [leaf.shape.num_elements() * leaf.dtype.size for leaf in tf.nest.flatten(data) if leaf is not None]
+        self._seats = Seats(sizes * STATES, [], self._device, 0)  # parts lie within their batch
+        self._seats.take()
+        self.part_rows = rows
+        self._whole_rows = batch.rows(data)
+        first, last = self._part(data, 0), self._part(data, self.parts - 1)
+        self._add = planned(accumulation.add, first) if self.parts > 1 else None
+        self._update = planned(accumulation.update, last)
+        self._is_tried = False
+        self.notes: list[str] = []
+
+    @property
+    def parts(self) -> int:
+        """How many parts the batch is cut in."""
+        return math.ceil(self._whole_rows / self.part_rows)
+
+    @property
+    def steps(self) -> list[PlannedStep | XlaStep]:
+        """Those of the parts: of all but the last, if there are more, and of the last."""
+        return [step for step in (self._add, self._update) if step is not None]
+
+    @property
+    def candidate(self):
+        """The plan with the highest predicted peak."""
+        return max((step.candidate for step in self.steps), key=lambda candidate: candidate.peak_bytes)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget."""
+        return self._update.budget_bytes
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted time of all parts."""
+        added = 0.0 if self._add is None else (self.parts - 1) * self._add.candidate.time_s
+        return added + self._update.candidate.time_s
+
+    def try_out(self, data) -> None:
+        """Tries the steps of the parts. Changes nothing.
+
+        Raises:
+            NoScheduleFound: No plan was found that keeps the budget when it runs.
+        """
+        for step, k in zip(self.steps, (0, self.parts - 1)[-len(self.steps) :], strict=True):
+            step.try_out(self._part(data, k))
+        self._is_tried = True
+
+    def run(self, held: list, *, can_move: bool = False):
+        """Runs the step; should it fail, no gradient of it is left.
+
+        Args:
+            held: A list with the batch, which is taken out of it.
+            can_move: Nothing else holds the batch, so it can be moved to where later batches will be.
+
+        Returns:
+            What the unmodified step returns.
+        """
+        if can_move and not self._is_tried:
+            held.append(seat(held, self._device))
+        data = held.pop()
+        if not self._is_tried:
+            self.try_out(data)
+        try:
+            for k in range(self.parts - 1):
+                self._run_part(self._add, data, k)
+            return self._run_part(self._update, data, self.parts - 1)
+        except BaseException:
+            self._accumulation.clear()
+            raise
+
+    def report(self) -> Report:
+        """What was promised and measured: the highest peaks of the parts, and times of the whole batch."""
+        reports = [step.report() for step in self.steps]
+        largest = max(reports, key=lambda report: report.predicted_peak_bytes)
+        measured = [report.measured_step_s for report in reports]
+        counts = (self.parts - 1, 1)[-len(reports) :]
+        return dataclasses.replace(
+            largest,
+            measured_peak_bytes=max((r.measured_peak_bytes for r in reports if r.measured_peak_bytes), default=None),
+            predicted_step_s=self.predicted_s,
+            measured_step_s=None if None in measured else float(np.dot(counts, measured)),
+            notes=(*dict.fromkeys(note for report in reports for note in report.notes), *self._all_notes()),
+        )
+
+    def _all_notes(self) -> Iterator[str]:
+        yield f"each batch of {self._whole_rows} rows is cut in {self.parts} parts."
+        yield from self.notes
+        if self._accumulation.sparse:
+            yield (
+                f"the gradients of {', '.join(sorted(self._accumulation.sparse))} are sparse; the optimizer is given "
+                "their sum as a dense tensor. Keras's Adam and others square each slice of a sparse gradient by itself, "
+                "so their weights differ from those without microbatches."
+            )
+
+    def _run_part(self, step: PlannedStep | XlaStep, data, k: int):
+        part = self._part(data, k)
+        self._accumulation.share.assign(batch.rows(part) / self._whole_rows)
+        return step.run([part])
+
+    def _part(self, data, k: int):
+        return batch.sliced(data, k * self.part_rows, min((k + 1) * self.part_rows, self._whole_rows))
+
+
+class Ways:
+    """Finds in how many parts a batch takes least time within the budget.
+
+    Args:
+        whole: Plans a step for the batch in one part.
+        in_parts: Plans one for parts of so many rows.
+        why_not: Says why cutting the batch changes the gradients; None where it does not.
+
+    Attributes:
+        why_whole: What `why_not` said.
+    """
+
+    def __init__(
+        self,
+        whole: Callable[[], PlannedStep | XlaStep],
+        in_parts: Callable[[int], MicrobatchedStep],
+        why_not: Callable[[MicrobatchedStep], str | None],
+    ):
+        self._whole = whole
+        self._in_parts = in_parts
+        self._why_not = why_not
+        self._found: list[PlannedStep | XlaStep | MicrobatchedStep] = []
+        self._refusals: list[InfeasibleBudget | NoScheduleFound] = []
+        self.why_whole: str | None = None
+
+    def fastest(self, rows: int, data) -> PlannedStep | XlaStep | MicrobatchedStep:
+        """The step with the lowest predicted time of those whose trials keep the budget.
+
+        Args:
+            rows: Of the batch.
+            data: The batch.
+
+        Raises:
+            InfeasibleBudget, NoScheduleFound: None does.
+        """
+        self._plan(rows)
+        for step in sorted(self._found, key=_predicted_s):
+            with self._refusals_kept():
+                step.try_out(data)
+                return step
+        refusal = self._refusals[0]
+        if self.why_whole is None:
+            raise refusal
+        message = f"{refusal} The batch is not cut in parts: {self.why_whole}."
+        is_proven = isinstance(refusal, InfeasibleBudget)
+        raise NoScheduleFound(message, refusal.minimum_bytes if is_proven else refusal.best_peak_bytes)
+
+    def _plan(self, rows: int) -> None:
+        """Plans for 1, 2, 4... parts, until more of them take longer."""
+        with self._refusals_kept():
+            self._found.append(self._whole())
+            if self._found[0].candidate.overhead <= _AS_FAST:
+                return
+        parts = 2
+        while parts <= rows:
+            with self._refusals_kept():
+                step = self._in_parts(-(-rows // parts))
+                self.why_whole = None if self._is_cut() else self._why_not(step)
+                if self.why_whole is not None:
+                    return
+                self._found.append(step)
+                if len(self._found) > 1 and _predicted_s(step) >= min(map(_predicted_s, self._found[:-1])):
+                    return
+            parts *= 2
+
+    def _is_cut(self) -> bool:
+        return any(isinstance(step, MicrobatchedStep) for step in self._found)
+
+    @contextlib.contextmanager
+    def _refusals_kept(self) -> Iterator[None]:
+        try:
+            yield
+        except (InfeasibleBudget, NoScheduleFound) as refusal:
+            self._refusals.append(refusal)
+
+
+def _predicted_s(step: PlannedStep | XlaStep | MicrobatchedStep) -> float:
+    return step.predicted_s if isinstance(step, MicrobatchedStep) else step.candidate.time_s
+
+
+def why_rows_depend(model: keras.Model, accumulation: Accumulation, data) -> str | None:
+    """Why the gradients of a batch are not the mean of those of its parts, by what its first rows show; or None.
+
+    What the step draws at random counts only where dropout does: its masks are left out of both.
+    """
+    rows = min(batch.rows(data), _CHECKED_ROWS) // 2 * 2
+    if not rows:
+        return None
+    masks: list = []
+    with _without_dropout(model), _masks_seen(model, masks):
+        whole, first, second = (
+            accumulation.gradients(batch.sliced(data, *place))
+            for place in ((0, rows), (0, rows // 2), (rows // 2, rows))
+        )
+    if any(mask is not None for mask in masks):
+        return "its loss is the mean over what is not masked, of which each part has another share"
+    far = _distances(whole, first, second)
+    policy = model.dtype_policy.compute_dtype
+    if np.linalg.norm(list(far.values())) <= _NEAR.get(policy, _NEAR_16_BIT):
+        return None
+    names = [layer.name for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    if names:
+        more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
+        return f"batch normalization takes its statistics from all rows (layer {names[0]!r}{more})"
+    worst = model.trainable_variables[max(far, key=far.get)].path
+    return f"the loss is no mean over independent rows (gradient of {worst!r})"
+
+
+def _distances(whole: list, first: list, second: list) -> dict[int, float]:
+    """For each variable's place, how far its gradient is from the mean of two parts', by the norm of all gradients."""
+    both = {
+        k: (g.numpy().astype(np.float64), (np.float64(a.numpy()) + np.float64(b.numpy())) / 2)
+        for k, (g, a, b) in enumerate(zip(whole, first, second, strict=True))
+        if g is not None
+    }
+    scale = math.sqrt(sum(float(np.sum(g * g)) for g, _ in both.values())) or 1.0
+    return {k: float(np.linalg.norm(g - mean)) / scale for k, (g, mean) in both.items()}
+
+
+@contextlib.contextmanager
+def _without_dropout(model: keras.Model) -> Iterator[None]:
+    """Dropout of all layers off: each row has a mask of its own there, but another one in a part than in a batch."""
+    with contextlib.ExitStack() as stack:
+        for layer in model._flatten_layers():
+            for name in ("rate", "dropout", "recurrent_dropout"):
+                if isinstance(getattr(layer, name, None), float) and hasattr(layer, "seed_generator"):
+                    stack.enter_context(_replaced(layer, name, 0.0))
+        yield
+
+
+@contextlib.contextmanager
+def _masks_seen(model: keras.Model, masks: list) -> Iterator[None]:
+    """Collects the masks of what the model's loss is computed of."""
+    own = model.compute_loss
+
+    def compute_loss(*args, **kwargs):
+        outputs = kwargs.get("y_pred", args[2] if len(args) > 2 else None)
+        masks.extend(getattr(leaf, "_keras_mask", None) for leaf in tf.nest.flatten(outputs))
+        return own(*args, **kwargs)
+
+    with _replaced(model, "compute_loss", compute_loss):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(target: object, name: str, value: object) -> Iterator[None]:
+    """Gives an object another attribute for a while, past Keras's tracking."""
+    had = name in vars(target)
+    before = vars(target).get(name)
+    object.__setattr__(target, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            object.__setattr__(target, name, before)
+        else:
+            object.__delattr__(target, name)
+
+
+def _paired(gradients: Sequence, variables: Sequence) -> list:
+    return [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
+
+
+def _wide(dtype: str) -> str:
+    """The type of a sum of gradients."""
+    return "float32" if tf.as_dtype(dtype).size < 4 else dtype
