@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from checkmate_tf.planning.candidate import Candidate
-from checkmate_tf.reporting import HeldTensor, ScheduleRow
+from checkmate_tf.reporting import HeldTensor, Report, ScheduleRow
+
+
+def report(candidate: Candidate, base_bytes: int, *, strategy: str, **more: Any) -> Report:
+    """What a plan promises.
+
+    Args:
+        candidate: The plan.
+        base_bytes: What is held before the step: weights, optimizer slots, the batch.
+        strategy: Name of the strategy that was asked for.
+        more: Further fields of the report: what was measured.
+    """
+    graph, again = candidate.op_graph, candidate.plan.recomputed()
+    return Report(
+        predicted_peak_bytes=candidate.peak_bytes,
+        predicted_step_s=candidate.time_s,
+        predicted_overhead=candidate.overhead,
+        lower_bound=candidate.bound,
+        gap=candidate.gap,
+        status=candidate.status.value,
+        strategy=strategy if again else "checkpoint_all",
+        recomputed={graph.names[op]: times for op, times in again.items() if not graph.is_alias[op]},
+        timeline_bytes=candidate.memory.in_use_bytes + base_bytes,
+        timeline_split_bytes=split(candidate, base_bytes),
+        peak_tensors=at_peak(candidate),
+        schedule=schedule(candidate),
+        search=candidate.history,
+        search_bounds=candidate.bounds,
+        **more,
+    )
 
 
 def split(candidate: Candidate, base_bytes: int) -> dict[str, np.ndarray]:

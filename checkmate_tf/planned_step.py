@@ -66,6 +66,7 @@ class PlannedStep:
         self._seats = profiled.seats()
         self._lasting = effects.lasting(profiled.traced)
         self._draws_in_kernels = effects.draws_in_kernels(profiled.traced)
+        self._may_update_later = effects.updates_in_branches(profiled.traced)
         self._trial_peaks: list[int | None] = []
         self._before_bytes: int | None = None  # in use before the last run of a trial
         self._peaks: list[int] = []
@@ -311,37 +312,51 @@ class PlannedStep:
     def _trial(self, batch: list, can_move: bool, counts: bool) -> tuple[int | None, object]:
         """Runs the step some times, more often where it was refused, until one takes more than the budget.
 
+        The runs before the last one follow on each other: one that accumulates gradients may be followed by one that
+        updates the weights. The last one starts where training does.
+
         Returns:
             The highest peak in bytes, None where memory ran out; and what the last run returned, if that counts.
         """
         before = effects.Snapshot(self._profiled.traced)
         highest = 0
-        for left in reversed(range(self._TRIAL_RUNS if self._refusal is None else self._MEASURED_RUNS)):
+        for left in reversed(range(self._trial_runs)):
             is_kept = False
+            if not left:
+                self._start_again(before)
             self._before_bytes = devices.in_use_bytes(self._profiled.device)
             try:
                 devices.reset_peak(self._profiled.device)
                 results, seconds = self._call(batch[0], wait=True)
                 highest = max(highest, devices.peak_bytes(self._profiled.device))
                 is_kept = counts and not left and highest <= self.budget_bytes
-            except tf.errors.OpError as error:
-                if not is_out_of_memory(error):
-                    raise
-                return None, None
-            finally:
-                if not is_kept:
-                    before.restore()
+            except BaseException as error:
+                before.restore()
+                if is_out_of_memory(error):
+                    return None, None
+                raise
             if is_kept:
                 self._book(seconds, devices.peak_bytes(self._profiled.device))
                 return highest, results
             del results
-            if self._draws_in_kernels:
-                self._function = self._profiled.build(self.candidate)
             if highest > self.budget_bytes:
                 break
             if can_move:
                 batch.append(seat(batch, self._profiled.device))
+        self._start_again(before)
         return highest, None
+
+    @property
+    def _trial_runs(self) -> int:
+        if self._refusal is not None:
+            return self._MEASURED_RUNS
+        return self._TRIAL_RUNS + self._may_update_later
+
+    def _start_again(self, before: effects.Snapshot) -> None:
+        """Undoes all that runs of a trial have written, and what they drew."""
+        before.restore()
+        if self._draws_in_kernels:
+            self._function = self._profiled.build(self.candidate)
 
     def _run(self, data):
         """Runs the step once. It is planned again before the next run if it took too much.
@@ -467,30 +482,18 @@ class PlannedStep:
     def report(self) -> Report:
         """What was promised and what was measured."""
         candidate, profiled = self.candidate, self._profiled
-        graph, plan = candidate.op_graph, candidate.plan
         seconds = sorted(self._seconds[1:] or self._seconds)
-        return Report(
+        return describe.report(
+            candidate,
+            profiled.base_bytes,
+            strategy=profiled.settings.strategy,
             budget_bytes=self.budget_bytes,
-            predicted_peak_bytes=candidate.peak_bytes,
             measured_peak_bytes=self.measured_peak_bytes,
             trial_peaks_bytes=self._trial_peaks,
-            predicted_step_s=candidate.time_s,
             measured_step_s=seconds[len(seconds) // 2] if seconds else None,
-            predicted_overhead=candidate.overhead,
-            lower_bound=candidate.bound,
-            gap=candidate.gap,
-            status=candidate.status.value,
-            strategy=profiled.settings.strategy if plan.recomputed() else "checkpoint_all",
             phases_s=profiled.phases_s,
             implementations=[ImplementationRow(f.rule, f.where, f.saved_bytes) for f in profiled.traced.fired],
-            choices=profiled.choices(plan, graph),
-            recomputed={graph.names[op]: times for op, times in plan.recomputed().items() if not graph.is_alias[op]},
-            timeline_bytes=candidate.memory.in_use_bytes + profiled.base_bytes,
-            timeline_split_bytes=describe.split(candidate, profiled.base_bytes),
-            peak_tensors=describe.at_peak(candidate),
-            schedule=describe.schedule(candidate),
-            search=candidate.history,
-            search_bounds=candidate.bounds,
+            choices=profiled.choices(candidate.plan, candidate.op_graph),
             notes=(*profiled.notes, *self._notes),
         )
 

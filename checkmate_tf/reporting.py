@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT = "checkmate_tf.report"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 KINDS = ("weights", "activations", "recomputed", "gradients", "workspace")
 """The kinds of memory that reports tell apart, in the order in which plots stack them: weights with optimizer slots
 and the batch; what forward ops make, the first time and again; what the backward pass makes; scratch of the running op.
@@ -117,6 +117,8 @@ class Report:
         gap: (cost - bound) / bound.
         status: How the search ended ("optimal", "feasible", ...), or "unplanned".
         strategy: Name of the strategy that found the plan.
+        microbatches: Parts in which each batch is cut. Peaks and the plan are then those of the part that needs most,
+            times and the overhead those of the whole batch, of which no lower bound is known.
         phases_s: Seconds of each phase on the way to the planned step (trace, profile, solve, rebuild).
         implementations: The equivalents that were put in place of what the model does.
         choices: The alternatives that were weighed, and which of them the plan uses.
@@ -143,6 +145,7 @@ class Report:
     gap: float | None = None
     status: str = "unplanned"
     strategy: str | None = None
+    microbatches: int = 1
     phases_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     implementations: tuple[ImplementationRow, ...] = ()
     choices: tuple[ChoiceRow, ...] = ()
@@ -160,6 +163,7 @@ class Report:
             self._convert(name, int)
         for name in ("predicted_step_s", "measured_step_s", "plain_step_s", "predicted_overhead", "lower_bound", "gap"):
             self._convert(name, float)
+        self._convert("microbatches", int)
         trials = self.trial_peaks_bytes
         object.__setattr__(self, "trial_peaks_bytes", tuple(None if peak is None else int(peak) for peak in trials))
         self._convert("phases_s", lambda phases: {name: float(seconds) for name, seconds in phases.items()})
@@ -387,6 +391,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     """Rows of the form (label, text), without those of which nothing is known."""
     facts: list[tuple[str, str | None]] = [
         ("budget", None if report.budget_bytes is None else _bytes(report.budget_bytes)),
+        ("microbatches", str(report.microbatches) if report.microbatches > 1 else None),
         ("overhead", None if report.overhead is None else f"{report.overhead:.3f} x the plain step time"),
         ("lower bound", None if report.lower_bound is None else _seconds(report.lower_bound)),
         ("gap", None if report.gap is None else f"{100 * report.gap:.2f} %"),

@@ -82,6 +82,8 @@ class XlaStep:
         self._base_bytes = 0  # in use before the step
         self.budget_bytes = 0
         self.candidate: Candidate
+        self._planner: Planner
+        self._everything: Candidate  # that recomputes nothing
 
     @classmethod
     def of(cls, step: Callable, data, settings: Settings) -> XlaStep:
@@ -92,8 +94,8 @@ class XlaStep:
             NoScheduleFound: No plan was found whose program keeps it. Nothing has changed.
         """
         planned = cls(step, data, settings)
-        planned._plan(data)
-        return planned
+        planned.prepare(data)
+        return planned.plan(data)
 
     @classmethod
     def of_part(cls, whole: XlaStep, step: Callable, data) -> XlaStep | None:
@@ -107,11 +109,22 @@ class XlaStep:
         part._release()
         return part
 
-    @classmethod
-    def budget_of(cls, step: Callable, data, settings: Settings) -> int:
-        """The budget for a step, in bytes: a fraction is of what the program takes that recomputes nothing."""
-        planned = cls(step, data, settings)
-        return planned._parsed(planned._planner().store_all(), data)
+    @property
+    def plain_s(self) -> float:
+        """Predicted time of the step that recomputes nothing."""
+        return self._everything.time_s
+
+    def prepare(self, data) -> None:
+        """Finds what the step costs, and its budget in bytes: a fraction is of what the plain program takes.
+
+        Raises:
+            BudgetError: The budget is none.
+        """
+        gc.collect()
+        self._base_bytes = devices.in_use_bytes(self._device)
+        self._planner = self._new_planner()
+        self._everything = self._planner.store_all()
+        self.budget_bytes = self._parsed(data)
 
     def run(self, batch: list, *, can_move: bool = False):  # noqa: ARG002 - as `PlannedStep.run`
         """Runs the step.
@@ -138,39 +151,26 @@ class XlaStep:
 
     def report(self) -> Report:
         """What was promised and what was measured."""
-        candidate = self.candidate
-        graph, plan = candidate.op_graph, candidate.plan
         seconds = self._seconds[1:] or self._seconds
-        return Report(
+        return describe.report(
+            self.candidate,
+            self._base_bytes,
+            strategy=self._settings.strategy,
             budget_bytes=self.budget_bytes,
-            predicted_peak_bytes=candidate.peak_bytes,
             measured_peak_bytes=max(self._peaks, default=None),
             trial_peaks_bytes=self._trial_peaks,
-            predicted_step_s=candidate.time_s,
             measured_step_s=statistics.median(seconds) if seconds else None,
-            predicted_overhead=candidate.overhead,
-            lower_bound=candidate.bound,
-            gap=candidate.gap,
-            status=candidate.status.value,
-            strategy=self._settings.strategy if plan.recomputed() else "checkpoint_all",
             phases_s=self._phases_s,
-            recomputed={graph.names[op]: times for op, times in plan.recomputed().items() if not graph.is_alias[op]},
-            timeline_bytes=candidate.memory.in_use_bytes + self._base_bytes,
-            timeline_split_bytes=describe.split(candidate, self._base_bytes),
-            peak_tensors=describe.at_peak(candidate),
-            schedule=describe.schedule(candidate),
-            search=candidate.history,
-            search_bounds=candidate.bounds,
             notes=(BY_XLA,),
         )
 
-    def _plan(self, data) -> None:
-        """Finds the plan that takes least time of those whose programs keep the budget."""
-        gc.collect()
-        self._base_bytes = devices.in_use_bytes(self._device)
-        planner = self._planner()
-        everything = planner.store_all()
-        self.budget_bytes = self._parsed(everything, data)
+    def plan(self, data) -> XlaStep:
+        """Finds the plan that takes least time of those whose programs keep the budget; returns the step.
+
+        Raises:
+            NoScheduleFound: None was found. Nothing has changed.
+        """
+        planner, everything = self._planner, self._everything
         room = everything.peak_bytes - self._base_bytes + _MORE_ROOM_BYTES
         make_room(self._device, room, self.traced.interface.variables)
         unforeseen = round(_UNFORESEEN * (everything.peak_bytes - self._base_bytes))
@@ -196,9 +196,11 @@ class XlaStep:
         if best is None:
             raise self._not_found(planner, unforeseen)
         self.candidate, self._program = best
+        del self._planner
         self._release()
+        return self
 
-    def _planner(self) -> Planner:
+    def _new_planner(self) -> Planner:
         with self._phase("profile"):
             op_graph, costs = roofline(self._extracted, rates(self._device))
 
@@ -217,15 +219,15 @@ class XlaStep:
             batch_bytes=devices.counted_bytes(self._device, self._batch_bytes),
         )
 
-    def _parsed(self, everything: Candidate, data) -> int:
+    def _parsed(self, data) -> int:
         """The budget in bytes; a fraction is of what the program takes that recomputes nothing, as it was measured.
 
         Where there is no room for that program, it is of what its tensors take.
         """
 
         def plain_peak_bytes() -> int:
-            peak = self._tried(everything, data)
-            return everything.peak_bytes if peak is None else peak
+            peak = self._tried(self._everything, data)
+            return self._everything.peak_bytes if peak is None else peak
 
         limit = functools.partial(devices.limit_bytes, self._device)
         parsed = budgets.parse(self._settings.budget, plain_peak_bytes=plain_peak_bytes, device_bytes=limit)

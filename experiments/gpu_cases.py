@@ -8,7 +8,7 @@ from collections.abc import Callable
 import keras
 import numpy as np
 from keras import layers
-from models import transformer, unet
+from models import pre_norm_blocks, transformer, unet, vision_transformer
 
 SMALL_BATCH = 8
 _CLASSES = 10
@@ -46,40 +46,6 @@ class Case:
     def rows(self, small: bool) -> int:
         """Rows of the batch."""
         return SMALL_BATCH if small else self.batch_size
-
-
-class Positions(layers.Layer):
-    """Adds a learned vector for each place."""
-
-    def build(self, shape):
-        self.places = self.add_weight(shape=shape[1:], initializer="random_normal", name="places")
-
-    def call(self, x):
-        return x + self.places
-
-
-def vision_transformer(size: int, patch: int, blocks: int, width: int, heads: int) -> keras.Model:
-    """A ViT without a class token: patches, learned positions, pre-norm blocks, mean pooling.
-
-    References:
-        Dosovitskiy et al., An image is worth 16x16 words, ICLR 2021.
-    """
-    inputs = keras.Input((size, size, 3))
-    x = layers.Conv2D(width, patch, strides=patch)(inputs)
-    x = layers.Reshape((-1, width))(x)
-    x = pre_norm_blocks(Positions()(x), blocks, width, heads)
-    x = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
-    return keras.Model(inputs, layers.Dense(1000, activation="softmax")(x), name="vit")
-
-
-def pre_norm_blocks(x, blocks: int, width: int, heads: int):
-    """Attention and a GELU network in turn, each behind a layer norm and added to what went in; no dropout."""
-    for _ in range(blocks):
-        y = layers.LayerNormalization()(x)
-        x = layers.Add()([x, layers.MultiHeadAttention(heads, width // heads)(y, y)])
-        y = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(x))
-        x = layers.Add()([x, layers.Dense(width)(y)])
-    return x
 
 
 def pre_norm_transformer(blocks: int, width: int, heads: int, length: int) -> keras.Model:

@@ -74,6 +74,40 @@ def transformer(
     return keras.Model(inputs, layers.Dense(classes, activation="softmax")(x), name="transformer")
 
 
+class Positions(layers.Layer):
+    """Adds a learned vector for each place."""
+
+    def build(self, shape):
+        self.places = self.add_weight(shape=shape[1:], initializer="random_normal", name="places")
+
+    def call(self, x):
+        return x + self.places
+
+
+def vision_transformer(size: int, patch: int, blocks: int, width: int, heads: int) -> keras.Model:
+    """A ViT without a class token: patches, learned positions, pre-norm blocks, mean pooling.
+
+    References:
+        Dosovitskiy et al., An image is worth 16x16 words, ICLR 2021.
+    """
+    inputs = keras.Input((size, size, 3))
+    x = layers.Conv2D(width, patch, strides=patch)(inputs)
+    x = layers.Reshape((-1, width))(x)
+    x = pre_norm_blocks(Positions()(x), blocks, width, heads)
+    x = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
+    return keras.Model(inputs, layers.Dense(1000, activation="softmax")(x), name="vit")
+
+
+def pre_norm_blocks(x, blocks: int, width: int, heads: int):
+    """Attention and a GELU network in turn, each behind a layer norm and added to what went in; no dropout."""
+    for _ in range(blocks):
+        y = layers.LayerNormalization()(x)
+        x = layers.Add()([x, layers.MultiHeadAttention(heads, width // heads)(y, y)])
+        y = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(x))
+        x = layers.Add()([x, layers.Dense(width)(y)])
+    return x
+
+
 def wide_resnet(classes: int = 1000) -> keras.Model:
     """WideResNet-50-2: ResNet-50 with the first two convolutions of each block twice as wide.
 
@@ -128,6 +162,11 @@ CASES = {
             rng.integers(0, 2, (4, 256, 256), np.int32),
         ),
         batch_size=4,
+    ),
+    "ViT": Case(
+        build=lambda: _compiled(vision_transformer(224, 16, blocks=12, width=384, heads=6), optimizer="adam"),
+        batch=lambda rng: (rng.standard_normal((32, 224, 224, 3), np.float32), rng.integers(0, 1000, 32, np.int32)),
+        batch_size=32,
     ),
     "Transformer": Case(
         build=lambda: _compiled(transformer(), optimizer="adam"),

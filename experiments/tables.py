@@ -35,6 +35,25 @@ def measured_table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def microbatches_table(result: dict) -> str:
+    """Every row of `within_budget.py --microbatches`."""
+    lines = [
+        "| model | plain peak | budget | parts | measured peak | step time / plain | predicted |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        budget = f"| {row['case']} | {row['plain_peak_bytes'] / _MIB:.0f} MiB | {row['budget']} "
+        if "error" in row:
+            lines.append(f"{budget}| | {row['error'].partition('. ')[0]} | | |")
+            continue
+        lines.append(
+            f"{budget}({row['budget_bytes'] / _MIB:.0f} MiB) | {row['microbatches']} "
+            f"| {row['measured_peak_bytes'] / _MIB:.0f} MiB ({part_of_plain(row):.2f}) "
+            f"| {row['time_ratio']:.2f} | {row['predicted_overhead']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
 def _measured_line(row: dict) -> str:
     if "error" in row:
         return f"| {row['case']} | | {row['budget']} | {row['error'].partition('. ')[0]} | | | | |"
@@ -212,6 +231,7 @@ TABLES = {
     "glance": (RESULTS / "within_budget.json", glance_table),
     "measured": (RESULTS / "within_budget.json", measured_table),
     "fused": (RESULTS / "within_budget_fused.json", measured_table),
+    "microbatches": (RESULTS / "within_budget_microbatches.json", microbatches_table),
     "gpu": (RESULTS / "within_budget_gpu.json", measured_table),
     "xla": (RESULTS / "gpu.json", gpu_table),
     "programs": (RESULTS / "xla_programs.json", programs_table),

@@ -3,6 +3,7 @@
     python experiments/within_budget.py                       # every case, results/within_budget.json
     python experiments/within_budget.py --cases MobileNet --budgets 0.5 --out /tmp/out.json
     python experiments/within_budget.py --implementations fused        # results/within_budget_fused.json
+    python experiments/within_budget.py --microbatches auto            # results/within_budget_microbatches.json
 
 What was measured on a GPU, where cases of the usual size would be too small (results/within_budget_gpu.json):
 
@@ -42,26 +43,37 @@ BUDGETS = {
     "U-Net": ["0.8", "0.7", "0.6", "0.5", "min"],
     "Transformer": ["0.8", "0.6", "0.5", "0.3", "min"],
 }
+CUT_BUDGETS = {  # without batch norm: rows are independent of one another
+    "ViT": ["0.5", "0.25", "0.15"],
+    "Transformer": ["0.25", "0.15"],
+    "VGG16": ["0.5", "0.35", "0.28"],
+    "U-Net": ["0.35", "0.28", "0.22"],
+}
 FUSED_BUDGETS = dict.fromkeys(("MobileNet", "ResNet50"), ("all", "0.75", "0.5", "min"))  # those with batch norm
 
 
 def main() -> int:
     """Runs each case in a process and collects what they write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=list(BUDGETS), help="default: all; of fused steps, two")
+    parser.add_argument("--cases", nargs="+", choices=[*BUDGETS, "ViT"], help="default: all that the options are for")
     parser.add_argument("--budgets", nargs="+", help='fractions of the plain peak, or "min" (default: per case)')
     parser.add_argument("--steps", type=int, default=5, help="least measured steps of each kind (default 5)")
     parser.add_argument("--time-limit", type=float, default=40.0, help="seconds of search per budget")
     parser.add_argument("--implementations", default="exact", choices=["exact", "fused"])
+    parser.add_argument("--microbatches", default="1", help='number of parts of each batch, or "auto"')
     parser.add_argument("--batch-factor", type=int, default=1, help="times the batch of each case, as for a GPU")
-    parser.add_argument("--out", type=pathlib.Path, help="default: results/within_budget[_fused].json")
+    parser.add_argument("--out", type=pathlib.Path, help="default: results/within_budget[_fused][_microbatches].json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        rows = run_case(args.worker, args.budgets, args.steps, args.time_limit, args.implementations, args.batch_factor)
-        send_rows(rows)
+        microbatches = args.microbatches if args.microbatches == "auto" else int(args.microbatches)
+        options = {"implementations": args.implementations, "microbatches": microbatches}
+        options["time_limit_s"] = args.time_limit
+        send_rows(run_case(args.worker, args.budgets, args.steps, options, args.batch_factor))
         return 0
+    is_cut = args.microbatches != "1"
     suffix = "" if args.implementations == "exact" else f"_{args.implementations}"
+    suffix += "_microbatches" if is_cut else ""
     args.out = args.out or RESULTS / f"within_budget{suffix}.json"
     settings = {
         "implementations": args.implementations,
@@ -71,22 +83,31 @@ def main() -> int:
         "most_steps": MOST_ROUNDS,
         "measured_s": MEASURED_S,
         "steps_for_peaks": PEAKS,
-    } | ({"batch_factor": args.batch_factor} if args.batch_factor > 1 else {})
+    }
+    settings |= {"batch_factor": args.batch_factor} if args.batch_factor > 1 else {}
+    settings |= {"microbatches": args.microbatches} if is_cut else {}
     result = ResultFile(args.out, settings, ("case", "budget"), KERAS_PACKAGES)
-    defaults = BUDGETS if args.implementations == "exact" else FUSED_BUDGETS
+    defaults = CUT_BUDGETS if is_cut else BUDGETS if args.implementations == "exact" else FUSED_BUDGETS
     for case in args.cases or defaults:
-        budgets = args.budgets or defaults.get(case, BUDGETS[case])
+        budgets = args.budgets or defaults.get(case) or BUDGETS[case]
         command = ["--worker", case, "--steps", str(args.steps), "--time-limit", str(args.time_limit)]
         command += ["--implementations", args.implementations, "--batch-factor", str(args.batch_factor)]
+        command += ["--microbatches", args.microbatches]
         command += ["--budgets", *budgets]
         result.add(run_worker(__file__, command))
     return 0
 
 
-def run_case(
-    name: str, budgets: list[str], steps: int, time_limit_s: float, implementations: str, batch_factor: int
-) -> list[dict]:
-    """Measures one case at each budget; runs in the worker process."""
+def run_case(name: str, budgets: list[str], steps: int, options: dict, batch_factor: int) -> list[dict]:
+    """Measures one case at each budget; runs in the worker process.
+
+    Args:
+        name: Of the case.
+        budgets: As on the command line.
+        steps: Least measured steps of each kind.
+        options: Of `checkmate_tf.compile`.
+        batch_factor: Times the batch of the case.
+    """
     import numpy as np
     import tensorflow as tf
     from models import CASES
@@ -103,8 +124,7 @@ def run_case(
     spec = (tf.TensorSpec(x.shape, x.dtype), tf.TensorSpec(y.shape, y.dtype))
     rows = []
     with tempfile.TemporaryDirectory() as cache_dir:
-        options = {"input_spec": spec, "cache_dir": cache_dir, "time_limit_s": time_limit_s}
-        options["implementations"] = implementations
+        options = {"input_spec": spec, "cache_dir": cache_dir, **options}
         cold_compile_s = None
         start = time.perf_counter()
         with contextlib.suppress(checkmate_tf.CheckmateError):  # half may be less than the model needs
@@ -117,7 +137,7 @@ def run_case(
         for budget in budgets:
             if budget == "min":
                 budget_bytes = checkmate_tf.minimum_budget(
-                    model, spec, implementations=implementations, cache_dir=cache_dir
+                    model, spec, implementations=options["implementations"], cache_dir=cache_dir
                 ).budget_bytes
             else:
                 budget_bytes = int((2.0 if budget == "all" else float(budget)) * plain_peak)
@@ -199,6 +219,7 @@ def measure(model, batch, plain: Stepper, budget_bytes: int, options: dict, step
         "plain_step_s": plain_step_s,
         "measured_step_s": planned_step_s,
         "time_ratio": planned_step_s / plain_step_s,
+        "microbatches": report.microbatches,
         "predicted_overhead": report.predicted_overhead,
         "gap": report.gap,
         "status": report.status,

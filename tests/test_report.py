@@ -113,7 +113,7 @@ def test_json_round_trip():
     report = full_report()
     assert Report.from_json(report.to_json()) == report
     assert Report.from_json(Report().to_json()) == Report()
-    assert json.loads(report.to_json())["version"] == 4
+    assert json.loads(report.to_json())["version"] == 5
 
 
 maybe_bytes = st.none() | st.integers(0, 2**50)
@@ -149,7 +149,7 @@ def test_any_report_survives_json_and_can_be_shown(report):
     ("change", "message"),
     [
         ({"format": "other"}, "this text is not one"),
-        ({"version": 99}, "version 4; this one has 99"),
+        ({"version": 99}, "version 5; this one has 99"),
         ({"gap": "delete"}, "lacks gap"),
     ],
 )

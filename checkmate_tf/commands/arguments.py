@@ -86,6 +86,11 @@ def budget(text: str) -> budgets.Budget:
     return value
 
 
+def parts(text: str) -> int | str:
+    """A number of microbatches, or "auto"."""
+    return text if text == "auto" else positive(text)
+
+
 def positive(text: str) -> int:
     """A whole number of at least 1."""
     value = int(text)

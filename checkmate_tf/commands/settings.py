@@ -30,6 +30,7 @@ class Settings:
         precision: "float32" or "float64", of weights and all that is computed.
         strategy: Name in checkmate_tf.strategies().
         implementations: As `checkmate_tf.compile` takes it.
+        microbatches: As `checkmate_tf.compile` takes it.
         time_limit_s: For the solver.
         seed: Of weights and batches.
         warm_up: Steps that are trained before those that are measured.
@@ -47,6 +48,7 @@ class Settings:
     precision: str = "float32"
     strategy: str = "auto"
     implementations: str = "exact"
+    microbatches: int | str = 1
     time_limit_s: float = 60.0
     seed: int = 0
     warm_up: int = 2

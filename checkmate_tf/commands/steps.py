@@ -211,6 +211,7 @@ def _plan_and_train(model: keras.Model, settings: Settings) -> tuple[Outcome, Va
             input_spec=batch_spec(settings),
             strategy=settings.strategy,
             implementations=settings.implementations,
+            microbatches=settings.microbatches,
             time_limit_s=settings.time_limit_s,
             verbose=True,
             on_unplanned="raise",

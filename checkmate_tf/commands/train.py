@@ -16,6 +16,7 @@ from checkmate_tf.commands.arguments import (
     budget,
     check_can_be_written,
     not_negative,
+    parts,
     positive,
     settings_of,
 )
@@ -60,6 +61,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--data", choices=sorted(sample_data.CLASSES), default="photographs", help="images (default: %(default)s)")
     add_search(parser, 60.0, "the solver")
     add_implementations(parser)
+    add(
+        "--microbatches",
+        type=parts,
+        default=1,
+        metavar="N",
+        help="parts in which each batch is cut, or auto (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
     add("--float64", action="store_true", help="train in float64, where both agree to many more digits")
     add("--wall", action="store_true", help="run both at a hard allocator limit just above the budget")
@@ -91,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
         data=args.data,
         strategy=args.strategy,
         implementations=args.implementations,
+        microbatches=args.microbatches,
         time_limit_s=args.time_limit,
         seed=args.seed,
         precision="float64" if args.float64 else "float32",

@@ -5,7 +5,7 @@ is the model's own, given the sums: so each gradient of the last part is added, 
 Both are planned like any other step.
 
 References:
-    Huang et al., GPipe, NeurIPS 2019 (micro-batches); Beaumont et al. and Tooley combine them with recomputation.
+    Huang et al., GPipe, NeurIPS 2019 (micro-batches with recomputation); Tooley, The Maximum-Memory Rule.
 """
 
 from __future__ import annotations
@@ -133,6 +133,21 @@ class Accumulation:
         return results
 
 
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A batch in one part.
+
+    Attributes:
+        budget_bytes: The budget.
+        plain_s: Predicted time of its unmodified step; None where that was not profiled.
+        planned: Plans its step.
+    """
+
+    budget_bytes: int
+    plain_s: float | None
+    planned: Callable[[], PlannedStep | XlaStep]
+
+
 class MicrobatchedStep:
     """A planned step for a batch in parts.
 
@@ -144,6 +159,7 @@ class MicrobatchedStep:
 
     Attributes:
         part_rows: Of a part; the last one has what is left.
+        plain_s: Predicted time of the whole batch's unmodified step, if that is known.
         notes: For the report.
     """
 
@@ -159,6 +175,7 @@ class MicrobatchedStep:
         self._add = planned(accumulation.add, first) if self.parts > 1 else None
         self._update = planned(accumulation.update, last)
         self._is_tried = False
+        self.plain_s: float | None = None
         self.notes: list[str] = []
 
     @property
@@ -230,18 +247,21 @@ class MicrobatchedStep:
             largest,
             measured_peak_bytes=max((r.measured_peak_bytes for r in reports if r.measured_peak_bytes), default=None),
             predicted_step_s=self.predicted_s,
+            microbatches=self.parts,
+            lower_bound=None,  # of the plan for a part only
+            gap=None,
+            predicted_overhead=self.predicted_s / self.plain_s if self.plain_s else None,
             measured_step_s=None if None in measured else float(np.dot(counts, measured)),
             notes=(*dict.fromkeys(note for report in reports for note in report.notes), *self._all_notes()),
         )
 
     def _all_notes(self) -> Iterator[str]:
-        yield f"each batch of {self._whole_rows} rows is cut in {self.parts} parts."
         yield from self.notes
         if self._accumulation.sparse:
             yield (
                 f"the gradients of {', '.join(sorted(self._accumulation.sparse))} are sparse; the optimizer is given "
-                "their sum as a dense tensor. Keras's Adam and others square each slice of a sparse gradient by itself, "
-                "so their weights differ from those without microbatches."
+                "their sum as a dense tensor. Keras's Adam and others square each slice of a sparse gradient by "
+                "itself, so their weights differ from those without microbatches."
             )
 
     def _run_part(self, step: PlannedStep | XlaStep, data, k: int):

@@ -14,7 +14,7 @@ import tensorflow as tf
 from checkmate_tf.budget import is_fraction
 from checkmate_tf.errors import BatchError, CheckmateError, InfeasibleBudget, ModelError, NoScheduleFound, StepError
 from checkmate_tf.keras import batch
-from checkmate_tf.keras.microbatches import AUTO, Accumulation, MicrobatchedStep, Ways, why_rows_depend
+from checkmate_tf.keras.microbatches import AUTO, Accumulation, MicrobatchedStep, Ways, Whole, why_rows_depend
 from checkmate_tf.keras.unplanned import Guard, Unplanned, is_refusal, planning_error
 from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering import effects, xla
@@ -222,8 +222,7 @@ class PlannedTraining:
         if force or self._compiled is not _compilation(model):  # another optimizer, other losses
             self._steps.clear()
             self._guards.clear()
-            self._steps_of_parts.clear()
-            self._accumulation = None
+            self._cut_no_batch()
             self._has_trained = False
             self._unplanned = Unplanned(f"model {model.name!r}", self._settings.on_unplanned)
             self._compiled = _compilation(model)
@@ -365,33 +364,51 @@ class PlannedTraining:
         Raises:
             InfeasibleBudget, NoScheduleFound: As the planner says.
         """
-        settings = dataclasses.replace(self._settings, budget=self._budget_bytes(data))
         count = self._settings.microbatches
+        whole = self._first_whole(data)
+        settings = dataclasses.replace(self._settings, budget=whole.budget_bytes)
+
+        def in_parts(part_rows: int) -> MicrobatchedStep:
+            step = self._in_parts(data, settings, part_rows)
+            step.plain_s = whole.plain_s
+            return step
+
         if count != AUTO:
-            step = self._in_parts(data, settings, -(-rows // count))
+            step = in_parts(-(-rows // count))
             reason = self._why_rows_depend(step, data)
             if reason is not None:
                 step.notes.append(f"microbatches={count} changes the gradients: {reason}.")
             return step
-        ways = Ways(
-            whole=lambda: self._whole(data, settings),
-            in_parts=lambda part_rows: self._in_parts(data, settings, part_rows),
-            why_not=lambda step: self._why_rows_depend(step, data),
-        )
+        ways = Ways(whole.planned, in_parts, why_not=lambda step: self._why_rows_depend(step, data))
         try:
             step = ways.fastest(rows, data)
         except (InfeasibleBudget, NoScheduleFound):
-            self._accumulation = None
-            self._steps_of_parts.clear()
+            self._cut_no_batch()
             raise
         if ways.why_whole is not None:
             self._unplanned.note(f"the batch is not cut in parts: {ways.why_whole}.")
         if isinstance(step, MicrobatchedStep):
             self._part_rows = step.part_rows
         else:
-            self._accumulation = None
-            self._steps_of_parts.clear()
+            self._cut_no_batch()
         return step
+
+    def _first_whole(self, data) -> Whole:
+        """The first batch in one part."""
+        settings = self._settings
+        if self._is_for_xla():
+            program = XlaStep(self._step, data, settings)
+            program.prepare(data)
+            return Whole(program.budget_bytes, program.plain_s, lambda: program.plan(data))
+        profiled = self.profiled(data)
+        is_measured = is_fraction(settings.budget) or settings.microbatches == AUTO
+        plain_s = profiled.planner.store_all().time_s if is_measured else None
+        return Whole(profiled.budget_bytes(), plain_s, lambda: PlannedStep.of(profiled))
+
+    def _cut_no_batch(self) -> None:
+        """Forgets the steps for parts, and what gradients are added up in."""
+        self._accumulation = None
+        self._steps_of_parts.clear()
 
     def _planned_as(self, step: Callable, data, settings: Settings, known: list) -> PlannedStep | XlaStep:
         """Plans a Python step for a batch, or has it follow the plan of a larger batch, as for an epoch's last one.
@@ -435,12 +452,6 @@ class PlannedTraining:
             return why_rows_depend(self._model, self._accumulation, data)
         finally:
             before.restore()
-
-    def _budget_bytes(self, data) -> int:
-        """The budget for a batch: a fraction is of what the unmodified step takes for all of it."""
-        if self._is_for_xla():
-            return XlaStep.budget_of(self._step, data, self._settings)
-        return self.profiled(data).budget_bytes()
 
     def profiled(self, data, chosen: frozenset[str] | None = NONE) -> ProfiledStep:
         """The traced step for the signature of a batch, with the alternatives that were chosen."""

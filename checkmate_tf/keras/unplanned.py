@@ -105,8 +105,8 @@ class Unplanned:
                 "expensive",
                 f"a step planned for {format_bytes(step.budget_bytes)} is predicted to take {overhead:.1f} times as "
                 "long as the unmodified step, as most of it is computed again and again. Try: a larger budget "
-                "(checkmate_tf.tradeoff_curve shows what each costs), a smaller batch with accumulated gradients, "
-                'mixed precision, or implementations="fused".',
+                "(checkmate_tf.tradeoff_curve shows what each costs), "
+                'microbatches="auto", mixed precision, or implementations="fused".',
             )
 
 

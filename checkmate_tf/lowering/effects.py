@@ -54,6 +54,7 @@ _KERNEL_RANDOM = frozenset(
         "UniformCandidateSampler",
     }
 )
+_BRANCHES = ("If", "Case")
 _HARMLESS = READS_OF_VARIABLES | {
     "Assert",
     "CheckNumerics",
@@ -86,6 +87,15 @@ def lasting(traced: TracedStep) -> tuple[str, ...]:
 def draws_in_kernels(traced: TracedStep) -> bool:
     """Whether random ops of the step keep their place in the stream to themselves (`tf.random.normal`, say)."""
     return any(node.op in _KERNEL_RANDOM for node in nodes_of(traced.graph_def.node, _bodies(traced)))
+
+
+def updates_in_branches(traced: TracedStep) -> bool:
+    """Whether the step writes variables in a branch, which not every run takes."""
+    bodies = _bodies(traced)
+    return any(
+        node.op in _BRANCHES and any(inner.op.startswith(_WRITES) for inner in nodes_of([node], bodies))
+        for node in nodes_of(traced.graph_def.node, bodies)
+    )
 
 
 class Snapshot:

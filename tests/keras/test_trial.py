@@ -60,6 +60,30 @@ def test_the_last_run_of_a_trial_is_the_first_step(options):
     assert_same_state(plain, model)
 
 
+def test_the_run_that_updates_accumulated_gradients_is_tried_too_and_leaves_no_trace(options, monkeypatch):
+    def accumulating():
+        keras.utils.set_random_seed(3)
+        model = compiled(sequential(depth=2, dropout=0), keras.optimizers.Adam(gradient_accumulation_steps=2))
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    plain, model = accumulating(), accumulating()
+    x, y = images(BATCH)
+    begun, call = [], PlannedStep._call
+
+    def counted(step, data, *, wait):
+        begun.append(int(model.optimizer._iterations.numpy()))
+        return call(step, data, wait=wait)
+
+    monkeypatch.setattr(PlannedStep, "_call", counted)
+    checkmate_tf.compile(model, "1GiB", **options)
+    for _ in range(4):
+        plain.train_on_batch(x, y)
+        model.train_on_batch(x, y)
+    assert begun == [0, 1, 0, 1, 2, 3]
+    assert_same_state(plain, model)
+
+
 def too_much(monkeypatch, times):
     """Has the next trials measure more than the budget; returns a list of all that was measured."""
     true, seen = devices.peak_bytes, []

@@ -122,6 +122,21 @@ def test_every_step_keeps_its_budget():
     assert report.predicted_peak_bytes <= budget
 
 
+@BARRIERS_STAY
+def test_microbatches_are_programs_as_well():
+    checkmate_tf.reserve("1GiB")
+    model, x, y = made(blocks, rows=128)
+    checkmate_tf.compile(model, 0.4, microbatches="auto", time_limit_s=3, on_unplanned="raise")
+    history = model.fit(x, y, batch_size=128, epochs=2, verbose=0, shuffle=False).history
+    report = checkmate_tf.report(model)
+    assert report.measured_peak_bytes <= report.budget_bytes
+    assert report.microbatches > 1
+    assert any("XLA" in note for note in report.notes)
+    plain, *_ = made(blocks, rows=128)
+    expected = plain.fit(x, y, batch_size=128, epochs=2, verbose=0, shuffle=False).history
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
+
+
 @pytest.mark.slow
 @BARRIERS_STAY
 def test_the_last_part_of_an_epoch_follows_the_plan():
