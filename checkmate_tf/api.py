@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import keras
@@ -397,7 +398,7 @@ def _settings(
         raise OptionError(f"implementations must be one of {', '.join(RULES)}; got {implementations!r}.")
     if not isinstance(on_unplanned, str) or on_unplanned not in ON_UNPLANNED:
         raise OptionError(f"on_unplanned must be one of {', '.join(ON_UNPLANNED)}; got {on_unplanned!r}.")
-    is_count = isinstance(microbatches, int) and not isinstance(microbatches, bool) and microbatches >= 1
+    is_count = isinstance(microbatches, Integral) and not isinstance(microbatches, bool) and microbatches >= 1
     if not is_count and microbatches != AUTO:
         raise OptionError(f"microbatches must be a number of at least 1, or {AUTO!r}; got {microbatches!r}.")
     parse(budget, plain_peak_bytes=1 << 60, device_bytes=1 << 60)  # only to refuse what no budget looks like
@@ -406,7 +407,7 @@ def _settings(
         strategy=strategy,
         time_limit_s=float(min(time_limit_s, 1e9)),
         implementations=implementations,
-        microbatches=microbatches,
+        microbatches=int(microbatches) if is_count else AUTO,
         cache_dir=_folder(cache_dir),
         on_unplanned=on_unplanned,
         on_progress=progress(verbose),

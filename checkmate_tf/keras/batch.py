@@ -79,6 +79,11 @@ def sliced(data, begin: int, end: int):
     return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[begin:end], data)
 
 
+def taken(data, places):
+    """The rows of a batch of tensors at some places."""
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.gather(leaf, places), data)
+
+
 def rows_of(input_spec) -> int:
     """The number of rows that all leaves of a specification have.
 

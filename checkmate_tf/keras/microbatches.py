@@ -22,7 +22,9 @@ import tensorflow as tf
 from checkmate_tf.errors import InfeasibleBudget, ModelError, NoScheduleFound
 from checkmate_tf.keras import batch
 from checkmate_tf.lowering import device as devices
+from checkmate_tf.lowering import effects
 from checkmate_tf.lowering.seats import Seats, seat
+from checkmate_tf.lowering.trace import TracedStep
 from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.planning.partition import STATES
 from checkmate_tf.reporting import Report
@@ -33,6 +35,7 @@ _AS_FAST = 1.02  # times the unmodified step's time: no other number of parts is
 _CHECKED_ROWS = 4
 _NEAR = {"float64": 1e-9, "float32": 1e-3}  # times the norm of the gradients: how far those of two halves may be
 _NEAR_16_BIT = 0.05
+_MASKED = "its loss is the mean over what is not masked, of which each part has another share"
 
 
 class Accumulation:
@@ -57,6 +60,11 @@ class Accumulation:
                 id(variable): tf.Variable(tf.zeros(variable.shape, _wide(variable.dtype)), trainable=False)
                 for variable in model.trainable_variables
             }
+
+    @property
+    def variables(self) -> set[int]:
+        """Identities of the sums."""
+        return {id(total) for total in self._sums.values()}
 
     def add(self, data):
         """The step of every part but the last: it updates no weight."""
@@ -280,6 +288,7 @@ class Ways:
         whole: Plans a step for the batch in one part.
         in_parts: Plans one for parts of so many rows.
         why_not: Says why cutting the batch changes the gradients; None where it does not.
+        forget: Frees what the steps for parts hold, once these are gone.
 
     Attributes:
         why_whole: What `why_not` said.
@@ -290,9 +299,11 @@ class Ways:
         whole: Callable[[], PlannedStep | XlaStep],
         in_parts: Callable[[int], MicrobatchedStep],
         why_not: Callable[[MicrobatchedStep], str | None],
+        forget: Callable[[], None],
     ):
         self._whole = whole
         self._in_parts = in_parts
+        self._forget = forget
         self._why_not = why_not
         self._found: list[PlannedStep | XlaStep | MicrobatchedStep] = []
         self._refusals: list[InfeasibleBudget | NoScheduleFound] = []
@@ -306,19 +317,28 @@ class Ways:
             data: The batch.
 
         Raises:
-            InfeasibleBudget, NoScheduleFound: None does.
+            InfeasibleBudget, NoScheduleFound: None does; of all refusals, that with the smallest budget that would do.
         """
         self._plan(rows)
-        for step in sorted(self._found, key=_predicted_s):
+        steps = sorted(self._found, key=_predicted_s)
+        self._found.clear()
+        while steps:
+            step, later = steps.pop(0), []
+            if not isinstance(step, MicrobatchedStep):  # which is tried without what gradients are added up in
+                later = [other.part_rows for other in steps]
+                steps.clear()
+                self._forget()
             with self._refusals_kept():
                 step.try_out(data)
                 return step
-        refusal = self._refusals[0]
+            for part_rows in later:
+                with self._refusals_kept():
+                    steps.append(self._in_parts(part_rows))
+        refusal = min(self._refusals, key=lambda refusal: _smallest_bytes(refusal) or math.inf)
         if self.why_whole is None:
             raise refusal
         message = f"{refusal} The batch is not cut in parts: {self.why_whole}."
-        is_proven = isinstance(refusal, InfeasibleBudget)
-        raise NoScheduleFound(message, refusal.minimum_bytes if is_proven else refusal.best_peak_bytes)
+        raise NoScheduleFound(message, _smallest_bytes(refusal))
 
     def _plan(self, rows: int) -> None:
         """Plans for 1, 2, 4... parts, until more of them take longer."""
@@ -349,36 +369,79 @@ class Ways:
             self._refusals.append(refusal)
 
 
+def _smallest_bytes(refusal: InfeasibleBudget | NoScheduleFound) -> int | None:
+    """The smallest budget that a refusal knows to do."""
+    return refusal.minimum_bytes if isinstance(refusal, InfeasibleBudget) else refusal.best_peak_bytes
+
+
 def _predicted_s(step: PlannedStep | XlaStep | MicrobatchedStep) -> float:
     return step.predicted_s if isinstance(step, MicrobatchedStep) else step.candidate.time_s
 
 
-def why_rows_depend(model: keras.Model, accumulation: Accumulation, data) -> str | None:
-    """Why the gradients of a batch are not the mean of those of its parts, by what its first rows show; or None.
+def why_rows_depend(model: keras.Model, accumulation: Accumulation, traced: TracedStep, data) -> str | None:
+    """Why a step for parts does not do what one for the whole batch does, or None where nothing was found.
 
-    What the step draws at random counts only where dropout does: its masks are left out of both.
+    Some reasons are known beforehand; else the gradients of some rows are compared with the mean of two halves'.
+    What the step draws at random counts only where dropout and noise do: these are left out of both.
+
+    Args:
+        model: Its step.
+        accumulation: The step for a part.
+        traced: That step, traced.
+        data: A batch.
     """
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    names = [layer.name for layer in layers if layer.trainable]
+    if names:
+        more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
+        return f"batch normalization takes its statistics from all rows (layer {names[0]!r}{more})"
+    reason = _why_written(model, accumulation, traced) or _why_weighted(model, data)
     rows = min(batch.rows(data), _CHECKED_ROWS) // 2 * 2
-    if not rows:
-        return None
+    if reason or not rows:
+        return reason
+    places = np.linspace(0, batch.rows(data) - 1, rows).astype(int)  # not the first ones only
     masks: list = []
-    with _without_dropout(model), _masks_seen(model, masks):
+    with _without_noise(model), _masks_seen(model, masks):
         whole, first, second = (
-            accumulation.gradients(batch.sliced(data, *place))
-            for place in ((0, rows), (0, rows // 2), (rows // 2, rows))
+            accumulation.gradients(batch.taken(data, taken))
+            for taken in (places, places[: rows // 2], places[rows // 2 :])
         )
     if any(mask is not None for mask in masks):
-        return "its loss is the mean over what is not masked, of which each part has another share"
+        return _MASKED
     far = _distances(whole, first, second)
     policy = model.dtype_policy.compute_dtype
     if np.linalg.norm(list(far.values())) <= _NEAR.get(policy, _NEAR_16_BIT):
         return None
-    names = [layer.name for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
-    if names:
-        more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
-        return f"batch normalization takes its statistics from all rows (layer {names[0]!r}{more})"
     worst = model.trainable_variables[max(far, key=far.get)].path
     return f"the loss is no mean over independent rows (gradient of {worst!r})"
+
+
+def _why_written(model: keras.Model, accumulation: Accumulation, traced: TracedStep) -> str | None:
+    """What the step writes itself, beside metrics and seeds: it does so once for each part."""
+    own = [variable for metric in model.metrics for variable in metric.variables]
+    for layer in [model, *model._flatten_layers()]:
+        seeds = [value for value in vars(layer).values() if isinstance(value, keras.random.SeedGenerator)]
+        own += [seed.state for seed in seeds]
+    known = accumulation.variables | {id(variable.value) for variable in own}
+    written = sorted(variable.name for variable in effects.written(traced) if id(variable) not in known)
+    if not written:
+        return None
+    more = f" and {len(written) - 1} more" if len(written) > 1 else ""
+    return f"the training step itself writes {written[0]!r}{more}, which it does for each part"
+
+
+def _why_weighted(model: keras.Model, data) -> str | None:
+    """A loss that is the mean over what counts, of which each part has another share."""
+    losses = [one.loss for one in getattr(model._compile_loss, "_flat_losses", None) or ()]
+    ignored = [
+        getattr(loss, "_fn_kwargs", {}).get("ignore_class", getattr(loss, "ignore_class", None)) for loss in losses
+    ]
+    if any(name is not None for name in ignored):
+        return _MASKED
+    is_weighted = isinstance(data, tuple) and len(data) > 2 and data[2] is not None
+    if is_weighted and any(getattr(loss, "reduction", None) == "mean_with_sample_weight" for loss in losses):
+        return "its loss is divided by the sum of the weights, of which each part has another share"
+    return None
 
 
 def _distances(whole: list, first: list, second: list) -> dict[int, float]:
@@ -393,12 +456,12 @@ def _distances(whole: list, first: list, second: list) -> dict[int, float]:
 
 
 @contextlib.contextmanager
-def _without_dropout(model: keras.Model) -> Iterator[None]:
-    """Dropout of all layers off: each row has a mask of its own there, but another one in a part than in a batch."""
+def _without_noise(model: keras.Model) -> Iterator[None]:
+    """Dropout and noise of all layers off: each row has its own there, but another one in a part than in a batch."""
     with contextlib.ExitStack() as stack:
         for layer in model._flatten_layers():
-            for name in ("rate", "dropout", "recurrent_dropout"):
-                if isinstance(getattr(layer, name, None), float) and hasattr(layer, "seed_generator"):
+            for name in ("rate", "stddev", "dropout", "recurrent_dropout"):
+                if vars(layer).get(name) and "seed_generator" in vars(layer):
                     stack.enter_context(_replaced(layer, name, 0.0))
         yield
 

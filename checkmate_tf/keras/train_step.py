@@ -379,7 +379,7 @@ class PlannedTraining:
             if reason is not None:
                 step.notes.append(f"microbatches={count} changes the gradients: {reason}.")
             return step
-        ways = Ways(whole.planned, in_parts, why_not=lambda step: self._why_rows_depend(step, data))
+        ways = Ways(whole.planned, in_parts, lambda step: self._why_rows_depend(step, data), self._cut_no_batch)
         try:
             step = ways.fastest(rows, data)
         except (InfeasibleBudget, NoScheduleFound):
@@ -447,9 +447,10 @@ class PlannedTraining:
 
     def _why_rows_depend(self, step: MicrobatchedStep, data) -> str | None:
         """Why cutting a batch changes the gradients, or None. Changes nothing."""
-        before = effects.Snapshot(step.steps[0].traced)
+        traced = step.steps[0].traced
+        before = effects.Snapshot(traced)
         try:
-            return why_rows_depend(self._model, self._accumulation, data)
+            return why_rows_depend(self._model, self._accumulation, traced, data)
         finally:
             before.restore()
 

@@ -54,6 +54,7 @@ _KERNEL_RANDOM = frozenset(
         "UniformCandidateSampler",
     }
 )
+_UNCOPY = "DisableCopyOnRead"  # leaves the value as it is
 _BRANCHES = ("If", "Case")
 _HARMLESS = READS_OF_VARIABLES | {
     "Assert",
@@ -96,6 +97,18 @@ def updates_in_branches(traced: TracedStep) -> bool:
         node.op in _BRANCHES and any(inner.op.startswith(_WRITES) for inner in nodes_of([node], bodies))
         for node in nodes_of(traced.graph_def.node, bodies)
     )
+
+
+def written(traced: TracedStep) -> list[tf.Variable]:
+    """The variables that a step writes, and those given to a function in which some variable is written."""
+    bodies = _bodies(traced)
+    writers = [
+        node
+        for node in traced.graph_def.node
+        if any(inner.op.startswith(_WRITES) and inner.op != _UNCOPY for inner in nodes_of([node], bodies))
+    ]
+    inputs = {op_of(name) for node in writers for name in node.input}
+    return [variable for name, variable in traced.interface.variable_of.items() if name in inputs]
 
 
 class Snapshot:

@@ -61,7 +61,7 @@ def at_peak(smallest: Candidate, before: Before) -> str:
 def _tries(parts: collections.Counter[str], total: int) -> str:
     tries = []
     if sum(parts[name] for name in _OF_ROWS) >= _HELPS * total:
-        tries.append('a smaller batch (or, with checkmate_tf.compile, microbatches="auto")')
+        tries.append("a smaller batch")
     if parts[_WEIGHTS] + parts[_UPDATES] >= (1 - _HELPS) * total:
         tries.append("smaller layers, or an optimizer with fewer slots")
     if parts[_OTHERS] >= _HELPS * total:

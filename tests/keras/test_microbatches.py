@@ -60,6 +60,7 @@ CASES = {
         dtype="int32",
         optimizer=keras.optimizers.SGD(0.1, momentum=0.9),
     ),
+    "frozen": lambda: model_of([keras.layers.BatchNormalization(trainable=False), *dense()]),
     "attending": lambda: model_of(
         [keras.layers.Reshape((4, 6)), keras.layers.LSTM(8), keras.layers.LayerNormalization(), *dense()]
     ),
@@ -104,6 +105,29 @@ def test_parts_train_as_the_whole_batch_does(name, options):
 @pytest.mark.parametrize("parts", [5, ROWS, 100])
 def test_parts_need_not_be_of_equal_size(parts, options):
     both(CASES["plain"], by_fit, options, parts)
+
+
+DROPPING = {
+    "dropout": lambda: [keras.layers.Dropout(0.5)],
+    "recurrent": lambda: [keras.layers.Reshape((4, 6)), keras.layers.LSTM(8, dropout=0.3, recurrent_dropout=0.3)],
+    "attention": lambda: [
+        keras.layers.Reshape((4, 6)),
+        keras.layers.Bidirectional(keras.layers.GRU(8, dropout=0.3, return_sequences=True)),
+        keras.layers.SpatialDropout1D(0.3),
+        keras.layers.GaussianDropout(0.3),
+        keras.layers.GaussianNoise(0.3),
+        keras.layers.Flatten(),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_does_not_make_rows_depend_on_one_another(name, options):
+    model, _ = trained(lambda: model_of([*DROPPING[name](), *dense()]), steps_of, options, budget=LARGE, microbatches=3)
+    assert not any("changes the gradients" in note for note in checkmate_tf.report(model).notes)
+    for layer in model._flatten_layers():
+        if "seed_generator" in vars(layer):
+            assert any(vars(layer).get(name) for name in ("rate", "stddev", "dropout")), "its rate was not given back"
 
 
 def test_train_on_batch_and_tensors_and_class_weights(options):
@@ -187,7 +211,57 @@ def masked_steps(model):
     return []
 
 
+class Averaging(Own):
+    """Keeps a mean of its first weights by itself."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.mean.assign(0.9 * self.mean + 0.1 * self.trainable_variables[0])
+        return logs
+
+
+def averaging():
+    model = own(Averaging)
+    model.mean = tf.Variable(model.trainable_variables[0].value, name="mean")
+    return model
+
+
+def ignoring():
+    """A loss that leaves rows out of its mean: those of the second half of a batch."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+    return model_of(dense(), loss=loss, weighted_metrics=[])
+
+
+def steps_that_ignore(model):
+    x, y = data_of(model)
+    y[ROWS // 2 : ROWS] = -1
+    model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0)
+    return []
+
+
+def weighted():
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    return model_of([*dense(), keras.layers.Dense(1)], loss=loss, weighted_metrics=[])
+
+
+def weighted_steps(model):
+    x, y = data_of(model)
+    model.fit(x, y, sample_weight=np.ones(len(y)), batch_size=ROWS, shuffle=False, verbose=0)
+    return []
+
+
+def constant_steps(model):
+    x, y = data_of(model)
+    x[:ROWS] = y[:ROWS] = 0
+    model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0)
+    return []
+
+
 DEPENDENT = {
+    "writing": (averaging, steps_of, "writes 'mean"),
+    "ignoring": (ignoring, steps_that_ignore, "not masked"),
+    "weighted": (weighted, weighted_steps, "sum of the weights"),
+    "constant": (normalized, constant_steps, "batch normalization .*'norm'"),
     "normalized": (normalized, steps_of, "batch normalization .*'norm'"),
     "masked": (masked, masked_steps, "not masked"),
     "compared": (compared, steps_of, "independent rows"),
@@ -214,7 +288,7 @@ def test_by_itself_no_batch_is_cut_whose_rows_depend_on_one_another(name, option
 
 
 class Fake:
-    """A way to run a batch."""
+    """A batch in one part."""
 
     def __init__(self, seconds, *, keeps_budget=True):
         self.candidate = types.SimpleNamespace(time_s=seconds, overhead=2.0)
@@ -225,38 +299,68 @@ class Fake:
             raise NoScheduleFound("took too much", 7)
 
 
+class FakeParts(microbatches.MicrobatchedStep):
+    """A batch in parts."""
+
+    predicted_s = None
+
+    def __init__(self, seconds, *, keeps_budget=True):
+        self.predicted_s = seconds
+        self.part_rows = 0
+        self.keeps_budget = keeps_budget
+
+    try_out = Fake.try_out
+
+
 def ways(whole, parts, why=None):
-    """Ways of which some are refused: None in place of seconds."""
+    """Ways of which some are refused: None in place of seconds. And what was asked for, in order."""
 
     def planned(found):
         if found is None:
             raise NoScheduleFound("no room", 5)
         return found
 
+    def in_parts(rows):
+        asked.append(rows)
+        found = planned(parts[rows])
+        found.part_rows = rows
+        return found
+
     asked = []
-    return asked, microbatches.Ways(
-        whole=lambda: planned(whole),
-        in_parts=lambda rows: asked.append(rows) or planned(parts[rows]),
-        why_not=lambda _: why,
-    )
+    return asked, microbatches.Ways(lambda: planned(whole), in_parts, lambda _: why, lambda: asked.append("forget"))
 
 
 def test_the_fastest_way_is_taken_and_no_other_is_tried_once_more_parts_take_longer():
-    fast = Fake(2.0)
-    asked, found = ways(Fake(3.0), {8: fast, 4: Fake(2.5), 2: Fake(1.0)})
+    fast = FakeParts(2.0)
+    asked, found = ways(Fake(3.0), {8: fast, 4: FakeParts(2.5), 2: FakeParts(1.0)})
     assert found.fastest(16, None) is fast
     assert asked == [8, 4]
 
 
 def test_ways_that_are_refused_or_do_not_keep_the_budget_are_passed_over():
-    kept = Fake(4.0)
-    asked, found = ways(None, {8: None, 4: Fake(3.0, keeps_budget=False), 2: kept})
+    kept = FakeParts(4.0)
+    asked, found = ways(None, {8: None, 4: FakeParts(3.0, keeps_budget=False), 2: kept, 1: FakeParts(5.0)})
     assert found.fastest(16, None) is kept
     assert asked == [8, 4, 2]
 
 
+def test_a_whole_batch_is_tried_without_what_parts_hold():
+    kept = FakeParts(4.0)
+    asked, found = ways(Fake(3.0, keeps_budget=False), {8: kept})
+    assert found.fastest(16, None) is kept
+    assert asked == [8, "forget", 8]
+
+
+def test_of_all_refusals_the_one_that_needs_least_is_told():
+    asked, found = ways(None, {8: None, 4: None, 2: None, 1: None})
+    found._refusals.append(NoScheduleFound("nearly", 3))
+    with pytest.raises(NoScheduleFound, match="nearly"):
+        found.fastest(16, None)
+    assert asked == [8, 4, 2, 1]
+
+
 def test_a_refusal_says_why_the_batch_is_not_cut():
-    _, found = ways(None, {8: Fake(1.0)}, why="its rows are compared")
+    _, found = ways(None, {8: FakeParts(1.0)}, why="its rows are compared")
     with pytest.raises(NoScheduleFound, match="no room .*not cut in parts: its rows are compared") as refusal:
         found.fastest(16, None)
     assert refusal.value.best_peak_bytes == 5
