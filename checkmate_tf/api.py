@@ -77,7 +77,7 @@ def compile(
         microbatches: In how many equal parts each batch is cut. Gradients of the parts are added up (in accumulators
             as large as the weights), and the weights are updated once. "auto": in as many as take least time within
             the budget (1, 2, 4, ...; for each of them, `time_limit_s`), where that leaves the gradients as they are;
-            that is checked on the first rows of the first batch. A number is taken as it is; where it changes the
+            that is checked on some rows of the first batch. A number is taken as it is; where it is found to change the
             gradients (batch normalization, losses that compare rows, masks), the report says so. Random numbers such
             as dropout's masks are drawn part by part.
         cache_dir: Folder for measured ops and found schedules; by default in the user's cache folder.

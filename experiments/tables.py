@@ -254,7 +254,7 @@ def with_tables(page: str) -> str:
 
 
 def _not_measured(path: pathlib.Path) -> str:
-    return f"Not measured yet: `python experiments/{path.stem}.py` does it."
+    return f"Not measured yet; the [experiments](../experiments/README.md) say which command writes `{path.name}`."
 
 
 def main() -> int:

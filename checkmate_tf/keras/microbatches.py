@@ -433,10 +433,8 @@ def _why_written(model: keras.Model, accumulation: Accumulation, traced: TracedS
 def _why_weighted(model: keras.Model, data) -> str | None:
     """A loss that is the mean over what counts, of which each part has another share."""
     losses = [one.loss for one in getattr(model._compile_loss, "_flat_losses", None) or ()]
-    ignored = [
-        getattr(loss, "_fn_kwargs", {}).get("ignore_class", getattr(loss, "ignore_class", None)) for loss in losses
-    ]
-    if any(name is not None for name in ignored):
+    options = [vars(loss) | getattr(loss, "_fn_kwargs", {}) for loss in losses]
+    if any(names.get("ignore_class") is not None for names in options):
         return _MASKED
     is_weighted = isinstance(data, tuple) and len(data) > 2 and data[2] is not None
     if is_weighted and any(getattr(loss, "reduction", None) == "mean_with_sample_weight" for loss in losses):
