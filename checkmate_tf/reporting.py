@@ -163,7 +163,7 @@ class Report:
             self._convert(name, int)
         for name in ("predicted_step_s", "measured_step_s", "plain_step_s", "predicted_overhead", "lower_bound", "gap"):
             self._convert(name, float)
-        self._convert("microbatches", int)
+        object.__setattr__(self, "microbatches", int(self.microbatches))
         trials = self.trial_peaks_bytes
         object.__setattr__(self, "trial_peaks_bytes", tuple(None if peak is None else int(peak) for peak in trials))
         self._convert("phases_s", lambda phases: {name: float(seconds) for name, seconds in phases.items()})
