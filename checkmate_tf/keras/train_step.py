@@ -14,7 +14,8 @@ import tensorflow as tf
 from checkmate_tf.budget import is_fraction
 from checkmate_tf.errors import BatchError, CheckmateError, InfeasibleBudget, ModelError, NoScheduleFound, StepError
 from checkmate_tf.keras import batch
-from checkmate_tf.keras.microbatches import AUTO, Accumulation, MicrobatchedStep, Ways, Whole, why_rows_depend
+from checkmate_tf.keras.independence import why_rows_depend
+from checkmate_tf.keras.microbatches import AUTO, Accumulation, MicrobatchedStep, Ways, Whole
 from checkmate_tf.keras.unplanned import Guard, Unplanned, is_refusal, planning_error
 from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering import effects, xla
@@ -447,10 +448,10 @@ class PlannedTraining:
 
     def _why_rows_depend(self, step: MicrobatchedStep, data) -> str | None:
         """Why cutting a batch changes the gradients, or None. Changes nothing."""
-        traced = step.steps[0].traced
+        traced, adding = step.steps[0].traced, self._accumulation
         before = effects.Snapshot(traced)
         try:
-            return why_rows_depend(self._model, self._accumulation, traced, data)
+            return why_rows_depend(self._model, adding.gradients, adding.variables, traced, data)
         finally:
             before.restore()
 
