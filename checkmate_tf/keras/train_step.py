@@ -401,7 +401,7 @@ class PlannedTraining:
             program = XlaStep(self._step, data, settings)
             program.prepare(data)
             return Whole(program.budget_bytes, program.plain_s, lambda: program.plan(data))
-        profiled = self.profiled(data)
+        profiled = self._profiled(self._step, data, settings)
         is_measured = is_fraction(settings.budget) or settings.microbatches == AUTO
         plain_s = profiled.planner.store_all().time_s if is_measured else None
         return Whole(profiled.budget_bytes(), plain_s, lambda: PlannedStep.of(profiled))
