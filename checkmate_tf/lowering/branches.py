@@ -225,8 +225,8 @@ def gate(node: node_def_pb2.NodeDef, suffix: str, waits: Iterable[str]) -> node_
 
     TensorFlow expands a call, a branch or a loop into many ops, each of which runs when its own inputs are there: a
     gradient loop that had all but its last zeros ran all turns without adding up what they made, 77 MiB more than it
-    takes. A control edge would keep it back, but one from an op whose output is read, too, is lost when a function is
-    made.
+    takes; and a branch that assigned a variable did so before the variable was read for what stands behind the branch.
+    A control edge would keep it back, but one from an op whose output is read, too, is lost when a function is made.
 
     Args:
         node: The op that calls functions.

@@ -157,7 +157,7 @@ def planned_graph_def(
                 data[k] = (_identity(built, node, k, data[k]), "")
             controls |= chain.append(op, f"{node.name}/{GATE_OUT}" if is_gated else node.name, lane)
             if is_gated:
-                built.node.append(gate(node, GATE_IN, controls))
+                built.node.append(gate(node, GATE_IN, controls | {source for source, _ in data}))
                 controls = {built.node[-1].name}
             for k in held.get(step, ()):
                 chain.add(_hold(built, node, k, data[k], input_dtype(node, k, bodies)))

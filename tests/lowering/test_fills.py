@@ -205,19 +205,40 @@ def test_zeros_of_both_signs_are_no_repeated_number(zeros):
     assert variable.numpy().tobytes() == values.tobytes()
 
 
-def test_who_has_read_a_variable_keeps_what_was_read_when_it_is_reset():
+def reset_in_branch(v, x, before):
+    tf.cond(x > 0, lambda: v.assign(number(0.0)), lambda: v.assign_add(before))
+
+
+def reset_in_one_of_several_branches(v, x, before):
+    tf.switch_case(tf.cast(x, tf.int32) - 1, [lambda: v.assign_add(before), lambda: v.assign(number(0.0))])
+
+
+def reset_in_loop(v, x, before):
+    tf.while_loop(lambda k, _: k < x, lambda k, y: (v.assign(number(0.0))[0, 0] + k + 1.0, y), [0.0, before])
+
+
+def reset_in_called_function(v, x, before):
+    tf.function(lambda x, y: v.assign(number(0.0))[0] + x + y[0], autograph=False)(x, before)
+
+
+@pytest.mark.parametrize(
+    "reset", [reset_in_branch, reset_in_one_of_several_branches, reset_in_loop, reset_in_called_function]
+)
+def test_who_has_read_a_variable_keeps_what_was_read_when_it_is_reset(reset):
     variable = tf.Variable(tf.fill(SHAPE, 3.0))
 
     def step(x):
         before = variable.read_value()
-        tf.cond(x > 0, lambda: variable.assign(number(0.0)), lambda: variable.assign_add(before))
+        reset(variable, x, before)
         return before * x
 
     run, _ = planned(step, tf.ones(()))
-    read = variable.read_value()
-    np.testing.assert_array_equal(run(tf.constant(2.0))[0], np.full(SHAPE, 6.0))
-    np.testing.assert_array_equal(read, np.full(SHAPE, 3.0))
-    np.testing.assert_array_equal(variable, np.zeros(SHAPE))
+    for _ in range(100):  # what is read too late is so in one run of six
+        variable.assign(tf.fill(SHAPE, 3.0))
+        read = variable.read_value()
+        np.testing.assert_array_equal(run(tf.constant(2.0))[0], np.full(SHAPE, 6.0))
+        np.testing.assert_array_equal(read, np.full(SHAPE, 3.0))
+        np.testing.assert_array_equal(variable, np.zeros(SHAPE))
 
 
 def test_a_variable_whose_rows_were_looked_up_is_reset_too():
