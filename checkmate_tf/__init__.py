@@ -24,10 +24,10 @@ from checkmate_tf.errors import (
 _cpu_memory.count()
 
 _LAZY = {
-    "MaxBatchSize": "checkmate_tf.batch_size",
+    "MaxBatchSize": "checkmate_tf.studies.batch_size",
     "MinimumBudget": "checkmate_tf.api",
-    "Report": "checkmate_tf.reporting",
-    "TradeoffCurve": "checkmate_tf.tradeoff",
+    "Report": "checkmate_tf.reports.report",
+    "TradeoffCurve": "checkmate_tf.reports.tradeoff",
     "compile": "checkmate_tf.api",
     "function": "checkmate_tf.api",
     "max_batch_size": "checkmate_tf.api",

@@ -11,21 +11,21 @@ from typing import Any
 import keras
 
 from checkmate_tf import solvers
-from checkmate_tf.batch_size import MaxBatchSize
 from checkmate_tf.budget import Budget, parse
+from checkmate_tf.device_memory import allocation_replay
+from checkmate_tf.device_memory.device import is_cpu
 from checkmate_tf.errors import ModelError, OptionError
 from checkmate_tf.keras import curve, max_batch, train_step
 from checkmate_tf.keras.custom_step import PlannedFunction
 from checkmate_tf.keras.microbatches import AUTO
 from checkmate_tf.keras.unplanned import ON_UNPLANNED, WARN
-from checkmate_tf.lowering import rehearse
-from checkmate_tf.lowering.device import is_cpu
 from checkmate_tf.lowering.implementations.registry import RULES
-from checkmate_tf.pipeline import ProfiledStep, Settings
-from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.progress import progress
-from checkmate_tf.reporting import Report
-from checkmate_tf.tradeoff import TradeoffCurve
+from checkmate_tf.reports.report import Report
+from checkmate_tf.reports.tradeoff import TradeoffCurve
+from checkmate_tf.step.pipeline import ProfiledStep, Settings
+from checkmate_tf.step.planned_step import PlannedStep
+from checkmate_tf.studies.batch_size import MaxBatchSize
 
 
 def compile(
@@ -186,7 +186,7 @@ def reserve(size: int | str, *, device: str = "CPU:0") -> None:
     """
     nbytes = parse(size, plain_peak_bytes=None, device_bytes=None)
     if is_cpu(device):
-        rehearse.reserve(nbytes, device=device)
+        allocation_replay.reserve(nbytes, device=device)
 
 
 def restore(model: keras.Model) -> keras.Model:
@@ -250,8 +250,8 @@ def minimum_budget(
 
     def find(profiled: ProfiledStep, data: Any) -> MinimumBudget:
         least = profiled.minimum_budget()
-        form = profiled.form(least.chosen)
-        measured_bytes = PlannedStep(form, least.peak_bytes, least, form.build(least)).measured_bytes(data)
+        variant = profiled.variant(least.chosen)
+        measured_bytes = PlannedStep(variant, least.peak_bytes, least, variant.build(least)).measured_bytes(data)
         budget_bytes = max(least.peak_bytes, measured_bytes or 0)
         return MinimumBudget(budget_bytes, least.bottleneck, least.overhead, profiled.phases_s)
 

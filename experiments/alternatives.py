@@ -27,7 +27,7 @@ from models import CASES
 from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 from within_budget import RESERVED
 
-from checkmate_tf.planning.joint import JointPlanner
+from checkmate_tf.planning.implementation_selection import ImplementationPlanner
 
 CASE_NAMES = ("VGG16", "MobileNet", "ResNet50")
 SETS = ("none", "output", "intermediate", "all")
@@ -62,7 +62,7 @@ def run_case(name: str, rows: int, time_limit_s: float) -> list[dict]:
 
     import checkmate_tf
     from checkmate_tf.keras import train_step
-    from checkmate_tf.pipeline import Settings
+    from checkmate_tf.step.pipeline import Settings
 
     checkmate_tf.reserve(RESERVED)
     rows = rows or CASES[name].batch_size
@@ -82,7 +82,7 @@ def ablation(name: str, rows: int, step) -> list[dict]:
         step: The ProfiledStep with equivalents in place and no alternative chosen.
     """
     plain_bytes = step.plain_peak_bytes()
-    offered = {"output": len(step.traced.offered), "intermediate": len(step.profile.op_graph.again)}
+    offered = {"output": len(step.traced.offered), "intermediate": len(step.profile.op_graph.recompute_variants)}
     store_all = step.planner.store_all()
     start = {"budget_bytes": store_all.peak_bytes, "predicted_s": store_all.time_s, "taken": 0}
     most_s = OVERHEAD * store_all.time_s
@@ -93,8 +93,8 @@ def ablation(name: str, rows: int, step) -> list[dict]:
         if (some, again) not in known:
             without = [row for (s, a), row in known.items() if s <= some and a <= again]  # choices that are there too
             best = min(without, key=lambda row: row["budget_bytes"], default=start)
-            joint = joint_planner(step, some=some, again=again)
-            known[some, again] = smallest_budget(joint, best, most_s, plain_bytes, step.settings.time_limit_s)
+            chooser = implementation_planner(step, some=some, again=again)
+            known[some, again] = smallest_budget(chooser, best, most_s, plain_bytes, step.settings.time_limit_s)
         found.append(
             {
                 "case": name,
@@ -113,36 +113,38 @@ def ablation(name: str, rows: int, step) -> list[dict]:
     return found
 
 
-def joint_planner(step, *, some: bool, again: bool):
+def implementation_planner(step, *, some: bool, again: bool):
     """Plans a step and chooses its alternatives: with `some`, in gradients; with `again`, in ops that run again."""
     if not some:
-        return JointPlanner(lambda _: planner(step, again=again), ())
-    return step.joint(lambda form: planner(form, again=again))
+        return ImplementationPlanner(lambda _: planner(step, again=again), ())
+    return step.implementation_planner(lambda variant: planner(variant, again=again))
 
 
-def planner(form, *, again: bool):
-    """A planner of one form of a step; without `again`, one that runs whole ops again."""
+def planner(variant, *, again: bool):
+    """A planner of one variant of a step; without `again`, one that runs whole ops again."""
     if again:
-        return form.planner
-    profile = form.profile
-    whole = dataclasses.replace(profile.op_graph, again={})
-    return form.planner_for("auto", whole, dataclasses.replace(profile.costs, again_s=profile.costs.time_s))
+        return variant.planner
+    profile = variant.profile
+    whole = dataclasses.replace(profile.op_graph, recompute_variants={})
+    return variant.planner_for("auto", whole, dataclasses.replace(profile.costs, variant_s=profile.costs.time_s))
 
 
-def smallest_budget(joint: JointPlanner, best: dict, most_s: float, plain_bytes: int, time_limit_s: float) -> dict:
+def smallest_budget(
+    chooser: ImplementationPlanner, best: dict, most_s: float, plain_bytes: int, time_limit_s: float
+) -> dict:
     """Bisects for the smallest budget at which a plan is found that takes at most `most_s`.
 
     Args:
-        joint: Plans the step.
+        chooser: Plans the step and chooses its alternatives.
         best: A budget for which such a plan is known.
         most_s: Cost.
         plain_bytes: Peak of the unmodified step.
         time_limit_s: For each plan.
     """
-    low = joint.needed_bytes  # less is proven to be too little
+    low = chooser.needed_bytes  # less is proven to be too little
     while best["budget_bytes"] - low > PRECISION * plain_bytes:
         budget = (best["budget_bytes"] + low) // 2
-        plan = joint.find(budget, time_limit_s=time_limit_s)
+        plan = chooser.find(budget, time_limit_s=time_limit_s)
         if plan is None or plan.time_s > most_s:
             low = budget
         else:

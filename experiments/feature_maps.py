@@ -87,7 +87,7 @@ class Network:
             else ()
             for k, (kind, deps) in enumerate(zip(kinds, graph.deps, strict=True))
         )
-        return dataclasses.replace(OpGraph.from_graph(graph), takeover=takes)
+        return dataclasses.replace(OpGraph.from_graph(graph), forwarding=takes)
 
     def _gradient_bytes(self, k: int) -> int:
         if self.kinds[k] in _SAME_GRADIENT:
@@ -244,7 +244,7 @@ def _taken_over_bytes(graph: Graph, op_graph: OpGraph) -> int:
     """Of the values that only one op reads, which then writes over them."""
     return sum(
         int(graph.out_bytes[k])
-        for k, takes in enumerate(op_graph.takeover)
+        for k, takes in enumerate(op_graph.forwarding)
         if any(graph.users[i] == (k,) for i in takes)
     )
 

@@ -15,7 +15,7 @@ from real_steps import device, device_name, train_function
 import checkmate_tf
 from checkmate_tf.errors import is_out_of_memory
 from checkmate_tf.keras import train_step
-from checkmate_tf.pipeline import Settings
+from checkmate_tf.step.pipeline import Settings
 
 AS_IT_COMES, WITHOUT_XLA = "auto", "off"
 _JIT_COMPILE = {AS_IT_COMES: "auto", WITHOUT_XLA: False}

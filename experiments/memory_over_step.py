@@ -59,7 +59,7 @@ def run_model(name: str, time_limit_s: float) -> list[dict]:
     from real_steps import prepared, timed, train_function
 
     from checkmate_tf.keras import train_step
-    from checkmate_tf.pipeline import Settings
+    from checkmate_tf.step.pipeline import Settings
 
     model, batch, spec = prepared(name)
     function = train_function(model)
@@ -93,7 +93,7 @@ def tightest(profiled, batch, budgets_bytes: list[int]):
         NoScheduleFound: There is a plan for none.
     """
     from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
-    from checkmate_tf.planned_step import PlannedStep
+    from checkmate_tf.step.planned_step import PlannedStep
 
     for budget_bytes in budgets_bytes:
         profiled.settings = dataclasses.replace(profiled.settings, budget=budget_bytes)
@@ -112,8 +112,8 @@ def measure(step: Callable[[], object]) -> tuple[np.ndarray, int]:
     Returns:
         Bytes in use after each of its allocations and frees, and the allocator's peak.
     """
-    from checkmate_tf.lowering import memory_trace
-    from checkmate_tf.lowering.device import in_use_bytes, peak_bytes, reset_peak
+    from checkmate_tf.device_memory import memory_trace
+    from checkmate_tf.device_memory.device import in_use_bytes, peak_bytes, reset_peak
 
     step()
     reset_peak(DEVICE)
@@ -140,14 +140,14 @@ def predicted(candidate) -> dict[str, np.ndarray]:
 
     Bytes in use are what the allocator says when it plays the plan's events, whole chunks; the others are tensor bytes.
     """
-    from checkmate_tf import describe
-    from checkmate_tf.lowering.device import uncounted_below_bytes
-    from checkmate_tf.lowering.rehearse import rehearse
+    from checkmate_tf.device_memory.allocation_replay import replay_allocations
+    from checkmate_tf.device_memory.device import uncounted_below_bytes
+    from checkmate_tf.reports import describe
 
     memory = candidate.memory
     counted = np.abs(memory.event_bytes) >= uncounted_below_bytes(DEVICE)
     split, steps = describe.split(candidate, 0), memory.event_step[counted]
-    played = rehearse(memory.event_buffer, memory.event_bytes, device=DEVICE)
+    played = replay_allocations(memory.event_buffer, memory.event_bytes, device=DEVICE)
     return {
         "predicted": played.in_use_bytes[counted],
         "activations": (split["activations"] + split["recomputed"])[steps],

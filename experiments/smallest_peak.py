@@ -90,11 +90,11 @@ def _solve(solver, budget_bytes: int, most_cost: float, time_limit_s: float) -> 
     """Searches until a schedule is within the limit of the cost, or none can be."""
     stop = Stop()
 
-    def settle(_seconds: float, cost: float | None, bound: float | None) -> None:
+    def reorder(_seconds: float, cost: float | None, bound: float | None) -> None:
         if (cost is not None and cost <= most_cost) or (bound is not None and bound > most_cost * _ALMOST):
             stop.ask()
 
-    return solver.solve(budget_bytes, Options(time_limit_s=time_limit_s, on_progress=settle, stop=stop))
+    return solver.solve(budget_bytes, Options(time_limit_s=time_limit_s, on_progress=reorder, stop=stop))
 
 
 def _smaller(best, solver, solution: Solution, most_cost: float):

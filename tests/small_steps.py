@@ -24,8 +24,8 @@ def op_graph(ops: dict[str, tuple[tuple[str, ...], int]]) -> OpGraph:
         tensor_bytes=np.array([ops[name][1] for name in made]),
         storage=np.arange(len(made)),
         persistent=np.zeros(len(made), dtype=bool),
-        takeover=((),) * len(names),
-        once=np.array([name not in made for name in names]),
+        forwarding=((),) * len(names),
+        has_side_effects=np.array([name not in made for name in names]),
         is_gradient=np.array([name.startswith(("loss", "backward", "update")) for name in names]),
     )
 

@@ -7,12 +7,12 @@ from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
 from checkmate_tf.planning.advice import Before, at_peak
-from checkmate_tf.planning.candidate import Candidate
+from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 
 MIB = 1 << 20
 
 
-def plan(activation_bytes: int, weight_bytes: int) -> Candidate:
+def plan(activation_bytes: int, weight_bytes: int) -> EvaluatedPlan:
     """One layer, its gradient, and the update of its weight."""
     graph = OpGraph(
         names=(
@@ -30,13 +30,13 @@ def plan(activation_bytes: int, weight_bytes: int) -> Candidate:
         tensor_bytes=np.array([weight_bytes, activation_bytes, weight_bytes, weight_bytes]),
         storage=np.arange(4),
         persistent=np.array([True, False, False, False]),
-        takeover=((),) * 5,
-        once=np.array([False, False, False, False, True]),
+        forwarding=((),) * 5,
+        has_side_effects=np.array([False, False, False, False, True]),
         is_gradient=np.array([False, False, True, True, True]),
     )
     compiled = compile_plan(graph, range(5))
     costs = Costs(np.ones(5), np.zeros(5, dtype=np.int64))
-    return Candidate(graph, costs, compiled, simulate(graph, compiled), peak_bytes=0, time_s=5.0)
+    return EvaluatedPlan(graph, costs, compiled, simulate(graph, compiled), peak_bytes=0, time_s=5.0)
 
 
 def test_weights_that_take_the_memory_are_named_and_no_smaller_batch_is_advised():

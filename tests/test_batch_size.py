@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate_tf.batch_size import (
+from checkmate_tf.studies.batch_size import (
     TOLERANCE,
     BatchTrial,
     MaxBatchSize,

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from checkmate_tf.batch_size import BatchTrial, largest_that
-from checkmate_tf.batch_trials import BatchTrials
 from checkmate_tf.errors import FileError
+from checkmate_tf.studies.batch_size import BatchTrial, largest_that
+from checkmate_tf.studies.batch_trials import BatchTrials
 
 STEP = {"step": "abc", "budget_bytes": 100}
 
@@ -78,7 +78,8 @@ def test_a_file_of_another_search_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", json.dumps({"format": "checkmate_tf.batch_trials", "version": 2}), '{"format": "x"}']
+    "text",
+    ["", "[]", "{}", json.dumps({"format": "checkmate_tf.batch_trials", "version": 2}), '{"format": "x"}'],
 )
 def test_what_holds_no_sizes_is_refused(tmp_path, text):
     path = tmp_path / "sizes.json"

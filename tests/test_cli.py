@@ -19,8 +19,8 @@ from checkmate_tf.commands import steps, wall
 from checkmate_tf.commands.settings import FAILED, OUT_OF_MEMORY, TRAINED, Outcome, Settings
 from checkmate_tf.commands.tables import comparison, expectations
 from checkmate_tf.errors import InfeasibleBudget, PlanningError
-from checkmate_tf.pipeline import ProfiledStep
-from checkmate_tf.reporting import Report
+from checkmate_tf.reports.report import Report
+from checkmate_tf.step.pipeline import ProfiledStep
 
 SMALL = "--model MobileNet --image-size 32 --batch-size 2 --steps 2"
 PLAIN = Outcome(TRAINED, peak_bytes=800 * 2**20, step_s=2.0, losses=(3.0, 2.0, 1.5), rounded_loss=1.48)

@@ -16,7 +16,7 @@ import checkmate_tf
 from checkmate_tf import cli
 from checkmate_tf.commands import steps
 from checkmate_tf.errors import NoScheduleFound
-from checkmate_tf.tradeoff import TradeoffCurve
+from checkmate_tf.reports.tradeoff import TradeoffCurve
 
 SMALL = "--model MobileNet --image-size 64 --batch-size 4"
 

@@ -21,8 +21,8 @@ from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.problem import Options
 from checkmate_tf.core.simulate import simulate
 from checkmate_tf.keras.train_step import on_profiled
-from checkmate_tf.pipeline import Settings
 from checkmate_tf.solvers import create
+from checkmate_tf.step.pipeline import Settings
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def test_a_solver(page):
 def test_a_rewrite_rule(page, monkeypatch):
     square = page("A rewrite rule").SQUARE
     monkeypatch.setattr(rules, "RULES", {**rules.RULES, "fused": (square,)})
-    monkeypatch.setattr("checkmate_tf.pipeline.RULES", rules.RULES)
+    monkeypatch.setattr("checkmate_tf.step.pipeline.RULES", rules.RULES)
     keras.utils.set_random_seed(0)
     inputs = keras.Input((32,))
     hidden = keras.layers.Dense(64)(inputs)

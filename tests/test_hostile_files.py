@@ -17,8 +17,8 @@ from test_tradeoff import CURVE
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.graph_file import read_graph, write_graph
 from checkmate_tf.errors import CheckmateError
-from checkmate_tf.reporting import Report
-from checkmate_tf.tradeoff import TradeoffCurve
+from checkmate_tf.reports.report import Report
+from checkmate_tf.reports.tradeoff import TradeoffCurve
 
 HOSTILE = [
     None, True, -1, 0, 2**63, -(2**63), 10**400, 0.5, -0.5, 1e308, float("nan"), float("inf"), "", "0", "x" * 10_000,

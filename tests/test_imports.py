@@ -21,23 +21,17 @@ EVERYWHERE = {"_cpu_memory", "_files", "_text", "_version", "budget", "errors"}
 
 LIBRARY = {
     "baselines",
-    "batch_size",
-    "batch_trials",
     "core",
-    "describe",
+    "device_memory",
     "keras",
     "lowering",
-    "pages",
-    "pipeline",
-    "planned_step",
     "planning",
     "plots",
     "progress",
-    "reporting",
+    "reports",
     "solvers",
-    "sweep",
-    "tradeoff",
-    "xla_step",
+    "step",
+    "studies",
 }
 
 MAY_IMPORT = {
@@ -46,32 +40,13 @@ MAY_IMPORT = {
     "solvers": {"baselines", "core", "solvers"},
     "baselines": {"baselines", "core", "solvers"},
     "planning": {"core", "planning", "solvers"},
-    "lowering": {"core", "lowering"},
-    "describe": {"planning", "reporting"},
-    "pipeline": {"core", "lowering", "planning", "reporting"},
-    "planned_step": {"describe", "lowering", "pipeline", "planning", "reporting"},
-    "xla_step": {"core", "describe", "lowering", "pipeline", "planning", "reporting"},
-    "batch_size": set(),
-    "batch_trials": {"batch_size"},
-    "sweep": {"core", "planning", "tradeoff"},
-    "keras": {
-        "batch_size",
-        "batch_trials",
-        "core",
-        "keras",
-        "lowering",
-        "pipeline",
-        "planned_step",
-        "xla_step",
-        "planning",
-        "reporting",
-        "sweep",
-        "tradeoff",
-    },
+    "device_memory": {"core", "device_memory"},
+    "lowering": {"core", "device_memory", "lowering"},
+    "step": {"core", "device_memory", "lowering", "planning", "reports", "step"},
+    "studies": {"core", "planning", "reports", "studies"},
+    "keras": {"core", "device_memory", "keras", "lowering", "planning", "reports", "step", "studies"},
     "plots": {"plots"},
-    "reporting": {"pages", "plots", "reporting"},
-    "tradeoff": {"plots"},
-    "pages": {"plots"},
+    "reports": {"planning", "plots", "reports"},
     "progress": set(),
     "api": {"api", *LIBRARY},
     "": {"api", *LIBRARY},
@@ -83,8 +58,8 @@ MAY_IMPORT = {
 """Part of the package -> the parts that it may import beside EVERYWHERE; "" is the package's own __init__."""
 
 PLACES = {
-    "tensorflow": {"lowering", "pipeline", "planned_step", "xla_step", "keras", "api", "commands"},
-    "keras": {"lowering", "pipeline", "keras", "api", "commands"},
+    "tensorflow": {"device_memory", "lowering", "step", "keras", "api", "commands"},
+    "keras": {"lowering", "step", "keras", "api", "commands"},
     "ortools": {"solvers"},
     "matplotlib": {"plots"},
     "networkx": {"baselines", "lowering"},
@@ -93,7 +68,7 @@ PLACES = {
 }
 """Library -> the only parts that may import it."""
 
-TYPES_ONLY = {("pages", "matplotlib"), ("reporting", "matplotlib"), ("tradeoff", "matplotlib")}
+TYPES_ONLY = {("reports", "matplotlib")}
 """What a part may name in annotations (under TYPE_CHECKING) although it must not import it."""
 
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "google": "protobuf", "pybind11_abseil": "ortools"}
@@ -192,7 +167,7 @@ def test_importing_the_package_loads_no_heavy_library():
 
 def test_planning_loads_or_tools_in_no_process_that_holds_tensorflow():
     """Imported before TensorFlow, OR-Tools lets it fail (`solvers.engines`): only the solver's own process loads it."""
-    code = "import sys, checkmate_tf.pipeline, checkmate_tf.solvers.remote; print('ortools' in sys.modules)"
+    code = "import sys, checkmate_tf.step.pipeline, checkmate_tf.solvers.remote; print('ortools' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["False"]
 
@@ -211,7 +186,7 @@ def f():
     assert parts_imported({"checkmate_tf.core.graph", "checkmate_tf.nothing", "numpy"}) == {"core", ""}
     assert parts_imported({"checkmate_tf"}) == {""}
     assert PACKAGE / "errors.py" in modules_imported_by(PACKAGE / "budget.py")
-    assert PACKAGE / "plots" / "memory.py" in modules_imported_by(PACKAGE / "reporting.py")  # in a function
+    assert PACKAGE / "plots" / "memory.py" in modules_imported_by(PACKAGE / "reports" / "report.py")  # in a function
     assert PACKAGE / "solvers" / "__init__.py" in modules_imported_by(PACKAGE / "commands" / "solve.py")
     assert part_of(PACKAGE / "core" / "graph.py") == "core"
     with pytest.raises(AssertionError, match="absolute"):

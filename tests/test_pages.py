@@ -8,7 +8,7 @@ import re
 
 from test_report import full_report
 
-from checkmate_tf.reporting import Report
+from checkmate_tf.reports.report import Report
 
 PNG = b"\x89PNG"
 

@@ -14,11 +14,11 @@ from checkmate_tf.core.requirements import working_set_bytes
 from checkmate_tf.core.schedule import SequenceSchedule
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
-from checkmate_tf.planning import partition
-from checkmate_tf.planning.candidate import Candidate
-from checkmate_tf.planning.partition import STATES
+from checkmate_tf.planning import guard_blocks
+from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
+from checkmate_tf.planning.guard_blocks import STATES
 from checkmate_tf.planning.planner import Planner
-from checkmate_tf.planning.replay import replay
+from checkmate_tf.planning.reuse import replay
 from checkmate_tf.planning.search import Search
 from checkmate_tf.solvers import base
 from checkmate_tf.solvers.base import Clock
@@ -128,9 +128,9 @@ def test_a_search_does_not_lose_the_time_in_which_the_allocator_waits(monkeypatc
         now[0] += 10.0 if memory.peak_bytes > 900 else 0.5
         return None if memory.peak_bytes > 900 else memory.peak_bytes
 
-    for module in (partition, base):
+    for module in (guard_blocks, base):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    allocator = partition.Waiting(report)
+    allocator = guard_blocks.Waiting(report)
     allocator(SimpleNamespace(peak_bytes=1000))
     clock = allocator.clock(3.0)
     allocator(SimpleNamespace(peak_bytes=800))
@@ -395,7 +395,7 @@ def test_a_schedule_that_the_allocator_rounds_less_than_others_is_found():
     def evaluate(_order, nodes):
         asked.append(peak := nodes[0])
         allocated = peak if peak <= 12 or peak == 14 else 2 * peak
-        return Candidate(None, None, None, None, peak_bytes=allocated, time_s=100.0 - peak)
+        return EvaluatedPlan(None, None, None, None, peak_bytes=allocated, time_s=100.0 - peak)
 
     search = Search(SimpleNamespace(evaluate=evaluate, placed=lambda c, _: c, clock=Clock), 18, 60.0, 0, None)
     search._climb(SimpleNamespace(solver=SimpleNamespace(front=lambda: points)), np.inf)
@@ -411,7 +411,7 @@ def test_dear_schedules_are_tried_where_only_a_dearer_one_is_known():
 
     def evaluate(_order, nodes):
         rounded = 2 * nodes[0] if nodes[0] == 90 else nodes[0]
-        return Candidate(None, None, None, None, peak_bytes=rounded, time_s=cost_of[nodes[0]])
+        return EvaluatedPlan(None, None, None, None, peak_bytes=rounded, time_s=cost_of[nodes[0]])
 
     class Order:
         kept = (SimpleNamespace(nodes=(20,)),)
@@ -439,7 +439,7 @@ def test_an_allocator_that_takes_long_to_answer_leaves_the_solver_time_to_tighte
 
     def evaluate(_order, nodes):
         time.sleep(0.1)
-        return Candidate(None, None, None, None, peak_bytes=round(1.02 * nodes[0]), time_s=cost_of(nodes[0]))
+        return EvaluatedPlan(None, None, None, None, peak_bytes=round(1.02 * nodes[0]), time_s=cost_of(nodes[0]))
 
     def cost_of(peak):
         return dear.cost if peak == dear.peak_bytes else cheapest * 9_900 / peak

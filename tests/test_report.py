@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate_tf.reporting import KINDS, HeldTensor, ImplementationRow, Report, ScheduleRow
+from checkmate_tf.reports.report import KINDS, HeldTensor, ImplementationRow, Report, ScheduleRow
 
 MIB = 1024**2
 

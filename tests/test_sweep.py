@@ -10,17 +10,17 @@ import pytest
 
 from checkmate_tf.core.opgraph import Costs
 from checkmate_tf.errors import FileError
-from checkmate_tf.planning.candidate import Candidate
-from checkmate_tf.sweep import only, started, sweep
-from checkmate_tf.tradeoff import TradeoffCurve
+from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
+from checkmate_tf.reports.tradeoff import TradeoffCurve
+from checkmate_tf.studies.sweep import only, started, sweep
 
 FRESH = TradeoffCurve(100, 1.0, (), {"step": "abc", "device": "CPU:0", "time_limit_s": 5.0})
 
 
-def planned(peak_bytes, cost, *, bound) -> Candidate:
+def planned(peak_bytes, cost, *, bound) -> EvaluatedPlan:
     """A plan of a step whose ops take a second together."""
     costs = Costs(np.ones(1), np.zeros(1, dtype=np.int64))
-    return Candidate(None, costs, None, None, peak_bytes=peak_bytes, time_s=cost, bound=bound)
+    return EvaluatedPlan(None, costs, None, None, peak_bytes=peak_bytes, time_s=cost, bound=bound)
 
 
 class Planner:

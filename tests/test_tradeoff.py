@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from checkmate_tf.errors import FileError
-from checkmate_tf.tradeoff import CurvePoint, TradeoffCurve
+from checkmate_tf.reports.tradeoff import CurvePoint, TradeoffCurve
 
 MIB = 1 << 20
 AUTO = CurvePoint("auto", 60 * MIB, 58 * MIB, 1.1, 1.1, 1.05, 0.05 / 1.05, "feasible", 3.0)

@@ -120,7 +120,9 @@ def delay_updates(graph: OpGraph, sequence: list[int]) -> list[int]:
     """
     last_run = {op: k for k, op in enumerate(sequence)}
     late = {
-        op for op in np.flatnonzero(graph.once).tolist() if any(last_run[c] > last_run[op] for c in graph.controls[op])
+        op
+        for op in np.flatnonzero(graph.has_side_effects).tolist()
+        if any(last_run[c] > last_run[op] for c in graph.controls[op])
     }
     if not late:
         return sequence
@@ -207,7 +209,7 @@ def coarsen(
     grouped = group_ops(large, costs)
     groups = tuple(group.ops for group in grouped)
     node_of = {op: k for k, group in enumerate(groups) for op in group}
-    cost = np.array([costs.again_s[list(group)].sum() for group in groups])
+    cost = np.array([costs.variant_s[list(group)].sum() for group in groups])
     if len(groups):
         cost[-1] += costs.time_s.sum() - cost.sum()
     edges = {(node_of[d], k) for k, group in enumerate(groups) for op in group for d in large.reads[op]}
@@ -221,7 +223,7 @@ def coarsen(
             names=[graph.names[group[-1]] for group in groups],
             workspace_bytes=[group.workspace_bytes for group in grouped],
             is_gradient=[graph.is_gradient[group[-1]] for group in groups],
-            recomputable=[not graph.once[list(group)].any() for group in groups],
+            recomputable=[not graph.has_side_effects[list(group)].any() for group in groups],
             fixed_bytes=fixed_bytes + _small_bytes_held(graph, large.members, small),
         ),
         groups=groups,
@@ -253,7 +255,7 @@ def _large_values(graph: OpGraph, small_bytes: int, results: set[int]) -> LargeV
 
 def _small_bytes_held(graph: OpGraph, members: Sequence[int], small: np.ndarray) -> int:
     """Most bytes of small values at once: to the end where a node may read them again, else to their last reader."""
-    again = {op for op in members if not graph.once[op]}
+    again = {op for op in members if not graph.has_side_effects[op]}
     until = graph.producer.copy()
     for op, owners in enumerate(graph.storage_inputs):
         until[list(owners)] = np.maximum(until[list(owners)], graph.n if op in again else op)

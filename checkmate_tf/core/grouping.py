@@ -52,11 +52,11 @@ class LargeValues:
     def takes_over(self, op: int) -> set[int]:
         """The ops whose storage an op takes over where that dies there: of the same size, and read just once."""
         graph = self.graph
-        if not graph.takeover[op]:
+        if not graph.forwarding[op]:
             return set()
         owned, own = graph.owned_bytes, graph.owned_bytes[graph.taking(op)]
         read = [int(graph.storage[t]) for t in graph.inputs[op]]
-        taken = {int(graph.storage[t]) for t in graph.takeover[op]}
+        taken = {int(graph.storage[t]) for t in graph.forwarding[op]}
         makers = {int(graph.producer[t]) for t in taken if owned[t] == own and read.count(t) == 1}
         return {maker for maker in makers if self.out_bytes[maker] == own}
 
@@ -114,7 +114,7 @@ def _may_follow(large: LargeValues, before: int, op: int) -> bool:
     graph = large.graph
     if graph.is_gradient[before]:
         return bool(graph.is_gradient[op]) and not _reads_forward(large, op)
-    if graph.is_gradient[op] or graph.once[before] or graph.once[op]:
+    if graph.is_gradient[op] or graph.has_side_effects[before] or graph.has_side_effects[op]:
         return False
     users = large.users[before]
     last = large.last_user[before]

@@ -39,13 +39,13 @@ class OpGraph:
         tensor_bytes: int64 (tensors,). Size of each tensor.
         storage: int64 (tensors,). The tensor that owns the storage of each tensor.
         persistent: bool (tensors,), for owners: held before, during and after the step.
-        takeover: For each op, the tensors that it reads whose storage one of its outputs takes
+        forwarding: For each op, the tensors that it reads whose storage one of its outputs takes
             over when they die there ("forwarding" in TensorFlow).
-        once: bool (ops,). The op has side effects: it runs exactly once, in the original order.
+        has_side_effects: bool (ops,). The op has side effects: it runs exactly once, in the original order.
         is_gradient: bool (ops,). The op depends on a gradient or belongs to an update, and no later loss depends on it.
         results: Tensors that the step returns; they are live when it ends.
         pairs: For an op, the op that it should directly follow, because the runtime fuses the two.
-        again: For an op that a leaner one can stand in for when it runs again: the tensors that the
+        recompute_variants: For an op that a leaner one can stand in for when it runs again: the tensors that the
             leaner one reads, some of them the op's own from its first run. It makes the first output
             only, the same to the bit; the others stay as the first run made them.
         first_last: Ops that allocate their first output after the others.
@@ -66,12 +66,12 @@ class OpGraph:
     tensor_bytes: np.ndarray
     storage: np.ndarray
     persistent: np.ndarray
-    takeover: tuple[tuple[int, ...], ...]
-    once: np.ndarray
+    forwarding: tuple[tuple[int, ...], ...]
+    has_side_effects: np.ndarray
     is_gradient: np.ndarray
     results: tuple[int, ...] = ()
     pairs: dict[int, int] = dataclasses.field(default_factory=dict)
-    again: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    recompute_variants: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     first_last: frozenset[int] = frozenset()
     list_blocks: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     passes: np.ndarray = None  # type: ignore[assignment]  # set behind
@@ -88,11 +88,11 @@ class OpGraph:
 
     def read_by(self, op: int, *, again: bool) -> tuple[int, ...]:
         """The tensors that an op reads when it runs for the first time, or again."""
-        return self.again[op] if again and op in self.again else self.inputs[op]
+        return self.recompute_variants[op] if again and op in self.recompute_variants else self.inputs[op]
 
     def made_by(self, op: int, *, again: bool) -> tuple[int, ...]:
         """The tensors that an op makes when it runs for the first time, or again."""
-        return self.outputs[op][:1] if again and op in self.again else self.outputs[op]
+        return self.outputs[op][:1] if again and op in self.recompute_variants else self.outputs[op]
 
     @property
     def n(self) -> int:
@@ -132,7 +132,9 @@ class OpGraph:
     @cached_property
     def is_alias(self) -> np.ndarray:
         """bool (ops,). The op makes nothing but aliases or persistent tensors and has no side effect."""
-        alias: np.ndarray = np.array([len(out) > 0 for out in self.outputs]) & (self.op_out_bytes == 0) & ~self.once
+        alias: np.ndarray = (
+            np.array([len(out) > 0 for out in self.outputs]) & (self.op_out_bytes == 0) & ~self.has_side_effects
+        )
         owners = np.flatnonzero((self.storage == np.arange(len(self.storage))) & ~self.persistent)
         alias[self.producer[owners]] = False
         return alias
@@ -141,7 +143,7 @@ class OpGraph:
     def from_graph(cls, graph: Graph) -> OpGraph:
         """One op with one tensor per node, so that node-level schedules can be simulated and validated.
 
-        The takeover that a negative workspace stands for stays in the workspace.
+        The forwarding that a negative workspace stands for stays in the workspace.
         """
         n = graph.n
         index = np.arange(n)
@@ -155,8 +157,8 @@ class OpGraph:
             tensor_bytes=graph.out_bytes,
             storage=index,
             persistent=np.zeros(n, dtype=bool),
-            takeover=((),) * n,
-            once=~graph.recomputable,
+            forwarding=((),) * n,
+            has_side_effects=~graph.recomputable,
             is_gradient=graph.is_gradient,
         )
 
@@ -182,7 +184,7 @@ class Costs:
     Attributes:
         time_s: float64 (ops,). Seconds of the first run.
         workspace_bytes: int64 (ops,). Scratch in use while the op runs, beside inputs and outputs.
-        again_s: float64 (ops,). Seconds of each later run. Defaults to those of the first.
+        variant_s: float64 (ops,). Seconds of each later run. Defaults to those of the first.
         busy: float64 (ops,). Share of the device that the op keeps busy, from 0 to 1. Defaults to all of it.
         requests: Op -> what it asks of the allocator beside its outputs while it runs, in order, where that is more
             than one block of its workspace behind them: the allocator may round each block, and what is given back
@@ -193,17 +195,17 @@ class Costs:
 
     time_s: np.ndarray
     workspace_bytes: np.ndarray
-    again_s: np.ndarray = None  # type: ignore[assignment]  # both are set behind
+    variant_s: np.ndarray = None  # type: ignore[assignment]  # both are set behind
     busy: np.ndarray = None  # type: ignore[assignment]
     requests: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.again_s is None:
-            object.__setattr__(self, "again_s", self.time_s)
+        if self.variant_s is None:
+            object.__setattr__(self, "variant_s", self.time_s)
         if self.busy is None:
             object.__setattr__(self, "busy", np.ones(len(self.time_s)))
 
     def sequence_s(self, ops: np.ndarray) -> float:
         """Seconds of a sequence of ops, in which those that repeat run again."""
         first = np.unique(ops)
-        return float(self.again_s[ops].sum() + (self.time_s - self.again_s)[first].sum())
+        return float(self.variant_s[ops].sum() + (self.time_s - self.variant_s)[first].sum())

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
-from checkmate_tf.core.settle import settled
+from checkmate_tf.core.reorder import reordered
 from checkmate_tf.errors import GraphError
 
 Value = TypeVar("Value")
@@ -25,7 +25,7 @@ def permute(graph: OpGraph, costs: Costs, order: Sequence[int]) -> tuple[OpGraph
     return permute_graph(graph, order), Costs(
         costs.time_s[former],
         costs.workspace_bytes[former],
-        costs.again_s[former],
+        costs.variant_s[former],
         costs.busy[former],
         requests={place[op]: asked for op, asked in costs.requests.items()},
     )
@@ -48,11 +48,11 @@ def permute_graph(graph: OpGraph, order: Sequence[int]) -> OpGraph:
         controls=tuple(tuple(place[c] for c in graph.controls[op]) for op in former.tolist()),
         outputs=pick(graph.outputs),
         producer=rank[graph.producer],
-        takeover=pick(graph.takeover),
-        once=graph.once[former],
+        forwarding=pick(graph.forwarding),
+        has_side_effects=graph.has_side_effects[former],
         is_gradient=graph.is_gradient[former],
         pairs={place[b]: place[a] for b, a in graph.pairs.items()},
-        again={place[op]: reads for op, reads in graph.again.items()},
+        recompute_variants={place[op]: reads for op, reads in graph.recompute_variants.items()},
         first_last=frozenset(place[op] for op in graph.first_last),
         passes=graph.passes[former],
         awaits={place[op]: tuple(place[term] for term in terms) for op, terms in graph.awaits.items()},
@@ -67,7 +67,7 @@ def _places(order: np.ndarray) -> np.ndarray:
     return places
 
 
-def low_peak_order(graph: OpGraph, *, settle: bool) -> list[int]:
+def low_peak_order(graph: OpGraph, *, reorder: bool) -> list[int]:
     """An order that runs each update right after its gradient.
 
     One pass comes after the other, and in each forward ops first, in their original order. Among
@@ -76,7 +76,7 @@ def low_peak_order(graph: OpGraph, *, settle: bool) -> list[int]:
 
     Args:
         graph: The step, in its original order.
-        settle: Also move gradient ops that hold no less when they wait (Tile, RealDiv) to just
+        reorder: Also move gradient ops that hold no less when they wait (Tile, RealDiv) to just
             before their first reader, and those that free more than they make to right behind what
             they read. Lowers the minimum budget; not always better at loose budgets.
     """
@@ -89,18 +89,18 @@ def low_peak_order(graph: OpGraph, *, settle: bool) -> list[int]:
             return (passes[op], 0, 1, op)
         if op in graph.pairs:
             return (passes[op], 1, -2, op)
-        if graph.once[op]:
+        if graph.has_side_effects[op]:
             return (passes[op], 1, -1, op)
         return (passes[op], 1, 0 if for_one_update[op] else 1, op)
 
     order = _topological(graph, range(graph.n), priority)
-    if not settle:
+    if not reorder:
         return order
     paired = {*graph.pairs, *graph.pairs.values()}
-    movable = ~(for_one_update | graph.once)
+    movable = ~(for_one_update | graph.has_side_effects)
     movable[list(paired)] = False
     runs = [list(run) for _, run in itertools.groupby(order, key=is_gradient.__getitem__)]
-    return [op for run in runs for op in (settled(graph, run, movable) if is_gradient[run[0]] else run)]
+    return [op for run in runs for op in (reordered(graph, run, movable) if is_gradient[run[0]] else run)]
 
 
 def ready_order(graph: OpGraph) -> list[int]:
@@ -186,7 +186,7 @@ def leads_to_one_update(graph: OpGraph) -> np.ndarray:
         for dep in deps:
             users[dep].append(op)
     for op in range(graph.n - 1, -1, -1):
-        if graph.once[op]:
+        if graph.has_side_effects[op]:
             target[op] = op
             continue
         reached = {target[u] for u in users[op]} - {none}

@@ -27,8 +27,8 @@ def working_set_bytes(graph: OpGraph, uncounted_below_bytes: int = 0) -> int:
         if graph.types[op] in CONTROL_FLOW:
             bound = max(bound, inputs, int(out_bytes[op]))
             continue
-        own = int(owned[graph.taking(op)]) if graph.takeover[op] else 0
-        taken = own if any(graph.tensor_bytes[t] == own for t in graph.takeover[op]) else 0
+        own = int(owned[graph.taking(op)]) if graph.forwarding[op] else 0
+        taken = own if any(graph.tensor_bytes[t] == own for t in graph.forwarding[op]) else 0
         bound = max(bound, inputs + int(out_bytes[op]) - taken)
     return bound
 

@@ -95,7 +95,7 @@ class BatchScaling:
             t: _scaled(sizes, tensor_bytes[t] / max(1, self.op_graph.tensor_bytes[t]))
             for t, sizes in self.op_graph.list_blocks.items()
         }
-        costs = Costs(self.costs.time_s * factor, workspace, self.costs.again_s * factor, self.costs.busy, requests)
+        costs = Costs(self.costs.time_s * factor, workspace, self.costs.variant_s * factor, self.costs.busy, requests)
         return dataclasses.replace(self.op_graph, tensor_bytes=tensor_bytes, list_blocks=lists), costs
 
 
@@ -111,4 +111,4 @@ def one_more_forward_pass(op_graph: OpGraph, costs: Costs) -> float:
         Jain et al., Checkmate, MLSys 2020, equation 10.
     """
     total = float(costs.time_s.sum())
-    return 1.0 + float(costs.again_s[~op_graph.is_gradient].sum()) / total if total else 1.0
+    return 1.0 + float(costs.variant_s[~op_graph.is_gradient].sum()) / total if total else 1.0

@@ -108,7 +108,7 @@ def simulate(
     workspace_bytes: np.ndarray | None = None,
     requests: Mapping[int, Sequence[int]] | None = None,
 ) -> Memory:
-    """Follows storage through a plan: allocations, takeovers, workspace and frees.
+    """Follows storage through a plan: allocations, forwarding, workspace and frees.
 
     An op allocates its outputs and its workspace while its inputs are live; an output takes over
     the storage of an input of its size (no allocation) when that storage dies at this step and is
@@ -118,7 +118,7 @@ def simulate(
         graph: The step.
         plan: As `compile_plan` makes it.
         workspace_bytes: int64 (ops,). Extra bytes while each op runs; negative only in graphs of
-            nodes, where it stands for a takeover. Defaults to 0.
+            nodes, where it stands for a forwarding. Defaults to 0.
         requests: As in `Costs`.
     """
     owned = graph.owned_bytes.tolist()
@@ -138,7 +138,7 @@ def simulate(
         inputs, outputs = graph.read_by(op, again=repeats[step]), graph.made_by(op, again=repeats[step])
         owners = [home[source, t] for source, t in zip(sources, inputs, strict=True)]
         dying = {(s, graph.outputs[plan.ops[s]][k]) for s, k in plan.frees[step]}
-        taken = _takeover(graph, op, inputs, owners, dying)
+        taken = _forwarded(graph, op, inputs, owners, dying)
         asked = requests.get(op, (workspace[op],) if workspace[op] > 0 else ())
         before, behind, count = _own_events(asked, buffers, step) if asked else ((), (), 0)
         events += before
@@ -199,11 +199,11 @@ def _own_events(requests: Sequence[int], first: int, step: int) -> tuple[list[_E
     return before, behind, count
 
 
-def _takeover(
+def _forwarded(
     graph: OpGraph, op: int, inputs: Sequence[int], owners: Sequence[_Storage], dying: Collection[_Storage]
 ) -> _Storage | None:
     """The storage that one of the op's outputs takes over, or None."""
-    for t in graph.takeover[op]:
+    for t in graph.forwarding[op]:
         owner = owners[inputs.index(t)]
         same_size = graph.tensor_bytes[t] == graph.tensor_bytes[graph.taking(op)]
         if same_size and owner in dying and owners.count(owner) == 1:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from checkmate_tf.core.forks import Fork
 from checkmate_tf.core.opgraph import OpGraph
+from checkmate_tf.core.parallel_regions import ParallelRegion
 from checkmate_tf.core.plan import Compute, Plan
 from checkmate_tf.core.simulate import Memory
 from checkmate_tf.errors import InvalidPlan
@@ -41,31 +41,31 @@ def validate(
         _check_peak(graph, plan, memory, limit_bytes)
 
 
-def validate_forks(graph: OpGraph, plan: Plan, forks: Sequence[Fork]) -> None:
-    """Checks that the lanes of a valid plan's forks may run in any order, and side by side.
+def validate_regions(graph: OpGraph, plan: Plan, regions: Sequence[ParallelRegion]) -> None:
+    """Checks that the lanes of a valid plan's parallel regions may run in any order, and side by side.
 
     Args:
         graph: The step.
         plan: The plan.
-        forks: Where it forks.
+        regions: Its parallel regions.
 
     Raises:
-        InvalidPlan: Naming the step, the op and the rule: a fork that is not in the plan or has steps in common with
-            another one, an op in a lane that has a side effect or is fused with another one, one that reads what the
-            other lane makes, or one in the second lane that may take over storage that the first one reads.
+        InvalidPlan: Naming the step, the op and the rule: a parallel region that is not in the plan or has steps in
+            common with another one, an op in a lane that has a side effect or is fused with another one, one that reads
+            what the other lane makes, or one in the second lane that may take over storage that the first one reads.
     """
     end = 0
-    for fork in sorted(forks, key=lambda fork: fork.begin):
-        if not end <= fork.begin < fork.middle < fork.end <= len(plan):
-            raise InvalidPlan(f"{fork} must have two lanes of the plan's {len(plan)} steps, after step {end}.")
-        end = fork.end
-        first, second = range(fork.begin, fork.middle), range(fork.middle, fork.end)
+    for region in sorted(regions, key=lambda region: region.begin):
+        if not end <= region.begin < region.middle < region.end <= len(plan):
+            raise InvalidPlan(f"{region} must have two lanes of the plan's {len(plan)} steps, after step {end}.")
+        end = region.end
+        first, second = range(region.begin, region.middle), range(region.middle, region.end)
         for lane, other in ((first, second), (second, first)):
             _check_lane(graph, plan, lane, other)
         read = {int(graph.storage[t]) for s in first for t in graph.read_by(plan.ops[s], again=plan.instance[s] > 0)}
         for step in second:
             op = int(plan.ops[step])
-            if read.intersection(graph.storage[list(graph.takeover[op])].tolist()):
+            if read.intersection(graph.storage[list(graph.forwarding[op])].tolist()):
                 raise InvalidPlan(f"step {step} ({graph.names[op]}) may take over storage that the first lane reads.")
 
 
@@ -74,7 +74,7 @@ def _check_lane(graph: OpGraph, plan: Plan, lane: range, other: range) -> None:
     from_other = set(other)
     for step in lane:
         op = int(plan.ops[step])
-        if graph.once[op] or op in fused:
+        if graph.has_side_effects[op] or op in fused:
             raise InvalidPlan(f"step {step} ({graph.names[op]}) has a place in the order and cannot run in a lane.")
         if from_other.intersection(plan.sources[step]):
             if not graph.is_alias[op]:
@@ -155,8 +155,8 @@ def _check_values(graph: OpGraph, plan: Plan) -> None:
 
 def _check_side_effects(graph: OpGraph, plan: Plan) -> None:
     """Ops with side effects run once, in order; what they waited for is not run again after them."""
-    once = np.flatnonzero(graph.once)
-    ran = plan.ops[graph.once[plan.ops]]
+    once = np.flatnonzero(graph.has_side_effects)
+    ran = plan.ops[graph.has_side_effects[plan.ops]]
     counts = np.bincount(ran, minlength=graph.n)[once]
     if np.any(counts != 1):
         op = once[np.flatnonzero(counts != 1)[0]]

@@ -6,9 +6,9 @@ from collections.abc import Hashable
 
 import tensorflow as tf
 
+from checkmate_tf.device_memory import device
+from checkmate_tf.device_memory.compaction import exact_chunks
 from checkmate_tf.errors import ModelError
-from checkmate_tf.lowering import device
-from checkmate_tf.lowering.arena import exact_chunks
 
 _HOST = "CPU:0"
 _ROOM = 4  # times a batch, from which it is cut

@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 
 from checkmate_tf import budget as budgets
+from checkmate_tf.device_memory import device as devices
 from checkmate_tf.keras import fingerprint
-from checkmate_tf.lowering import device as devices
-from checkmate_tf.pipeline import ProfiledStep
-from checkmate_tf.sweep import only, started, sweep
-from checkmate_tf.tradeoff import TradeoffCurve
+from checkmate_tf.reports.tradeoff import TradeoffCurve
+from checkmate_tf.step.pipeline import ProfiledStep
+from checkmate_tf.studies.sweep import only, started, sweep
 
 
 def compute(
@@ -49,8 +49,8 @@ def compute(
     ]
     curve = sweep(
         curve,
-        lambda strategy: profiled.joint(
-            lambda form: form.planner_for(strategy, form.profile.op_graph, form.profile.costs)
+        lambda strategy: profiled.implementation_planner(
+            lambda variant: variant.planner_for(strategy, variant.profile.op_graph, variant.profile.costs)
         ),
         strategies,
         sizes,

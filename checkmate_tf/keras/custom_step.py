@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from checkmate_tf.device_memory import device as devices
 from checkmate_tf.errors import ModelError, StepError
 from checkmate_tf.keras import batch
 from checkmate_tf.keras.unplanned import Guard, Unplanned
-from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering import xla
-from checkmate_tf.pipeline import ProfiledStep, Settings
-from checkmate_tf.planned_step import PlannedStep
-from checkmate_tf.reporting import Report
-from checkmate_tf.xla_step import XlaStep
+from checkmate_tf.reports.report import Report
+from checkmate_tf.step.pipeline import ProfiledStep, Settings
+from checkmate_tf.step.planned_step import PlannedStep
+from checkmate_tf.step.xla_step import XlaStep
 
 
 class PlannedFunction:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from checkmate_tf._version import __version__
 from checkmate_tf.core.opgraph import OpGraph
-from checkmate_tf.pipeline import ProfiledStep
+from checkmate_tf.step.pipeline import ProfiledStep
 
 
 def of(profiled: ProfiledStep) -> dict[str, str | float]:
@@ -28,7 +28,13 @@ def of(profiled: ProfiledStep) -> dict[str, str | float]:
 def _digest_of_step(op_graph: OpGraph) -> str:
     """A digest of what is computed from what, and how large it is; the names of layers are left out."""
     structure = (op_graph.types, op_graph.inputs, op_graph.controls, op_graph.outputs, op_graph.results)
-    arrays = (op_graph.tensor_bytes, op_graph.storage, op_graph.persistent, op_graph.once, op_graph.is_gradient)
+    arrays = (
+        op_graph.tensor_bytes,
+        op_graph.storage,
+        op_graph.persistent,
+        op_graph.has_side_effects,
+        op_graph.is_gradient,
+    )
     return _digest(repr(structure).encode(), *(np.ascontiguousarray(array).tobytes() for array in arrays))
 
 

@@ -8,7 +8,23 @@ from collections.abc import Callable
 
 import keras
 
-from checkmate_tf.batch_size import (
+from checkmate_tf.budget import format_bytes
+from checkmate_tf.core.order import permute, ready_order
+from checkmate_tf.core.plan import compile_plan
+from checkmate_tf.core.requirements import working_set_bytes
+from checkmate_tf.core.scaling import BatchScaling, one_more_forward_pass
+from checkmate_tf.core.simulate import simulate
+from checkmate_tf.device_memory import device as devices
+from checkmate_tf.errors import ModelError, NoScheduleFound, PlanningError, is_out_of_memory
+from checkmate_tf.keras import batch, fingerprint
+from checkmate_tf.keras.train_step import PlannedTraining, checked_training
+from checkmate_tf.lowering import effects
+from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
+from checkmate_tf.planning.implementation_selection import NONE
+from checkmate_tf.planning.planner import Planner
+from checkmate_tf.step.pipeline import ProfiledStep, Settings
+from checkmate_tf.step.planned_step import PlannedStep
+from checkmate_tf.studies.batch_size import (
     BatchTrial,
     MaxBatchSize,
     larger_confirmed,
@@ -16,23 +32,7 @@ from checkmate_tf.batch_size import (
     largest_exactly,
     largest_that,
 )
-from checkmate_tf.batch_trials import BatchTrials
-from checkmate_tf.budget import format_bytes
-from checkmate_tf.core.order import permute, ready_order
-from checkmate_tf.core.plan import compile_plan
-from checkmate_tf.core.requirements import working_set_bytes
-from checkmate_tf.core.scaling import BatchScaling, one_more_forward_pass
-from checkmate_tf.core.simulate import simulate
-from checkmate_tf.errors import ModelError, NoScheduleFound, PlanningError, is_out_of_memory
-from checkmate_tf.keras import batch, fingerprint
-from checkmate_tf.keras.train_step import PlannedTraining, checked_training
-from checkmate_tf.lowering import device as devices
-from checkmate_tf.lowering import effects
-from checkmate_tf.pipeline import ProfiledStep, Settings
-from checkmate_tf.planned_step import PlannedStep
-from checkmate_tf.planning.candidate import Candidate
-from checkmate_tf.planning.joint import NONE
-from checkmate_tf.planning.planner import Planner
+from checkmate_tf.studies.batch_trials import BatchTrials
 
 _MEASURED_STEPS = 4
 _ALMOST = 1 + 1e-9
@@ -99,7 +99,7 @@ class _Finder:
         self.kept = BatchTrials(None, {})
         self._phases_s: dict[str, float] = {}
         self._plain_rows = self.most_rows = 0
-        self._known: list[Candidate] = []
+        self._known: list[EvaluatedPlan] = []
 
     def on_batch(self, input_spec, use, **options):
         """Calls `use` with the step profiled at a batch, and the batch. False where the batch itself has no room."""
@@ -124,7 +124,7 @@ class _Finder:
         self.budget_bytes = profiled.budget_bytes()
         self.kept = BatchTrials(self._path, self._fingerprint(profiled))
         profiled.make_room(self.budget_bytes - profiled.base_bytes)
-        scaled = _ScaledForms(profiled, lambda form: self._scaled(form, data))
+        scaled = _ScaledForms(profiled, lambda variant: self._scaled(variant, data))
         unmodified = profiled.unmodified()
         plain = scaled.first if unmodified is profiled else self._scaled(unmodified, data)
         self._plain_rows = largest_exactly(lambda size: plain.plain_fits(size, self.budget_bytes), self._rows)
@@ -178,13 +178,13 @@ class _Finder:
     def _confirm(self, profiled: ProfiledStep, data, *, measure: bool) -> bool:
         size = batch.rows(data)
 
-        def plan(progress) -> Candidate | None:
+        def plan(progress) -> EvaluatedPlan | None:
             limit_s = self._settings.time_limit_s
-            return profiled.joint().find(self.budget_bytes, time_limit_s=limit_s, on_progress=progress)
+            return profiled.implementation_planner().find(self.budget_bytes, time_limit_s=limit_s, on_progress=progress)
 
-        def again(candidate: Candidate) -> Candidate | None:
-            form = profiled.form(candidate.chosen)
-            return form.replay(candidate, form.profile.op_graph, form.profile.costs, self.budget_bytes)
+        def again(candidate: EvaluatedPlan) -> EvaluatedPlan | None:
+            variant = profiled.variant(candidate.chosen)
+            return variant.replay(candidate, variant.profile.op_graph, variant.profile.costs, self.budget_bytes)
 
         fits = self._try(profiled, size, again, plan, confirmed=True)
         if fits and measure:
@@ -247,19 +247,19 @@ class _Finder:
         self.kept.add(trial, found)
         return fits
 
-    def _cap(self, profiled: ProfiledStep, candidate: Candidate | None) -> float:
+    def _cap(self, profiled: ProfiledStep, candidate: EvaluatedPlan | None) -> float:
         step = candidate or profiled.profile
         one_more = one_more_forward_pass(step.op_graph, step.costs)
         return one_more if self._max_overhead is None else self._max_overhead
 
-    def _within_cap(self, profiled: ProfiledStep, candidate: Candidate | None) -> bool:
+    def _within_cap(self, profiled: ProfiledStep, candidate: EvaluatedPlan | None) -> bool:
         return candidate is not None and candidate.overhead <= self._cap(profiled, candidate) * _ALMOST
 
     def _measure(self, profiled: ProfiledStep, data) -> None:
         """Runs the planned step, then gives every variable its value back."""
         before = effects.Snapshot(profiled.traced)
-        form = profiled.form(self._candidate.chosen)
-        step = PlannedStep(form, self.budget_bytes, self._candidate, form.build(self._candidate))
+        variant = profiled.variant(self._candidate.chosen)
+        step = PlannedStep(variant, self.budget_bytes, self._candidate, variant.build(self._candidate))
         try:
             for _ in range(_MEASURED_STEPS):
                 step(data)
@@ -282,31 +282,36 @@ class _ScaledForms:
     def __init__(self, profiled: ProfiledStep, scaled: Callable[[ProfiledStep], _Scaled]):
         self._profiled = profiled
         self._make = scaled
-        self._forms: dict[frozenset[str] | None, _Scaled] = {}
+        self._variants: dict[frozenset[str] | None, _Scaled] = {}
 
     @property
     def first(self) -> _Scaled:
         """The step without alternatives."""
-        return self._form(NONE)
+        return self._variant(NONE)
 
-    def plan(self, size: int, budget_bytes: int, on_progress) -> Candidate | None:
+    def plan(self, size: int, budget_bytes: int, on_progress) -> EvaluatedPlan | None:
         """The cheapest plan within the budget."""
-        joint = self._profiled.joint(lambda form: self._form(form.chosen).planner(size))
+        implementation_planner = self._profiled.implementation_planner(
+            lambda variant: self._variant(variant.chosen).planner(size)
+        )
         limit_s = self._profiled.settings.time_limit_s
-        return joint.find(budget_bytes, time_limit_s=limit_s, on_progress=on_progress)
+        return implementation_planner.find(budget_bytes, time_limit_s=limit_s, on_progress=on_progress)
 
-    def replay(self, candidate: Candidate, size: int, budget_bytes: int) -> Candidate | None:
+    def replay(self, candidate: EvaluatedPlan, size: int, budget_bytes: int) -> EvaluatedPlan | None:
         """A plan of another size, if it keeps the budget at this one."""
-        return self._form(candidate.chosen).replay(candidate, size, budget_bytes)
+        return self._variant(candidate.chosen).replay(candidate, size, budget_bytes)
 
     def may_fit(self, size: int, budget_bytes: int) -> bool:
         """Whether what every schedule needs fits, with the alternatives that need least."""
-        return any(self._form(chosen).may_fit(size, budget_bytes) for chosen in self._profiled.joint().extremes)
+        return any(
+            self._variant(chosen).may_fit(size, budget_bytes)
+            for chosen in self._profiled.implementation_planner().extremes
+        )
 
-    def _form(self, chosen: frozenset[str] | None) -> _Scaled:
-        if chosen not in self._forms:
-            self._forms[chosen] = self._make(self._profiled.form(chosen))
-        return self._forms[chosen]
+    def _variant(self, chosen: frozenset[str] | None) -> _Scaled:
+        if chosen not in self._variants:
+            self._variants[chosen] = self._make(self._profiled.variant(chosen))
+        return self._variants[chosen]
 
 
 class _Scaled:
@@ -324,7 +329,7 @@ class _Scaled:
             self._profiled.settings.strategy, op_graph, costs, more_bytes=self._more_bytes(size)
         )
 
-    def replay(self, candidate: Candidate, size: int, budget_bytes: int) -> Candidate | None:
+    def replay(self, candidate: EvaluatedPlan, size: int, budget_bytes: int) -> EvaluatedPlan | None:
         """A plan of another size, if it keeps the budget at this one."""
         op_graph, costs = self._scaling.at(size)
         return self._profiled.replay(candidate, op_graph, costs, budget_bytes, more_bytes=self._more_bytes(size))

@@ -19,15 +19,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from checkmate_tf.device_memory import device as devices
+from checkmate_tf.device_memory.reserved_slots import ReservedSlots, move_to_slots
 from checkmate_tf.errors import InfeasibleBudget, ModelError, NoScheduleFound
 from checkmate_tf.keras import batch
 from checkmate_tf.keras.independence import replaced
-from checkmate_tf.lowering import device as devices
-from checkmate_tf.lowering.seats import Seats, seat
-from checkmate_tf.planned_step import PlannedStep
-from checkmate_tf.planning.partition import STATES
-from checkmate_tf.reporting import Report
-from checkmate_tf.xla_step import XlaStep
+from checkmate_tf.planning.guard_blocks import STATES
+from checkmate_tf.reports.report import Report
+from checkmate_tf.step.planned_step import PlannedStep
+from checkmate_tf.step.xla_step import XlaStep
 
 AUTO = "auto"
 _AS_FAST = 1.02  # times the unmodified step's time: no other number of parts is worth while
@@ -170,8 +170,8 @@ class MicrobatchedStep:
         self._accumulation = accumulation
         self._device = devices.name_of([accumulation.share])
         sizes = [leaf.shape.num_elements() * leaf.dtype.size for leaf in tf.nest.flatten(data) if leaf is not None]
-        self._seats = Seats(sizes * STATES, [], self._device, 0)  # parts lie within their batch
-        self._seats.take()
+        self._slots = ReservedSlots(sizes * STATES, [], self._device, 0)  # parts lie within their batch
+        self._slots.take()
         self.part_rows = rows
         self._whole_rows = batch.rows(data)
         first, last = self._part(data, 0), self._part(data, self.parts - 1)
@@ -228,7 +228,7 @@ class MicrobatchedStep:
             What the unmodified step returns.
         """
         if can_move and not self._is_tried:
-            held.append(seat(held, self._device))
+            held.append(move_to_slots(held, self._device))
         data = held.pop()
         if not self._is_tried:
             self.try_out(data)

@@ -12,18 +12,18 @@ import keras
 import tensorflow as tf
 
 from checkmate_tf.budget import is_fraction
+from checkmate_tf.device_memory import device as devices
 from checkmate_tf.errors import BatchError, CheckmateError, InfeasibleBudget, ModelError, NoScheduleFound, StepError
 from checkmate_tf.keras import batch
 from checkmate_tf.keras.independence import why_rows_depend
 from checkmate_tf.keras.microbatches import AUTO, Accumulation, MicrobatchedStep, Ways, Whole
 from checkmate_tf.keras.unplanned import Guard, Unplanned, is_refusal, planning_error
-from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering import effects, xla
-from checkmate_tf.pipeline import ProfiledStep, Settings
-from checkmate_tf.planned_step import PlannedStep
-from checkmate_tf.planning.joint import NONE
-from checkmate_tf.reporting import Report
-from checkmate_tf.xla_step import XlaStep
+from checkmate_tf.planning.implementation_selection import NONE
+from checkmate_tf.reports.report import Report
+from checkmate_tf.step.pipeline import ProfiledStep, Settings
+from checkmate_tf.step.planned_step import PlannedStep
+from checkmate_tf.step.xla_step import XlaStep
 
 Result = TypeVar("Result")
 

@@ -19,8 +19,8 @@ from checkmate_tf.errors import (
     PlanningError,
     StepError,
 )
-from checkmate_tf.planned_step import PlannedStep
-from checkmate_tf.planning.candidate import Candidate
+from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
+from checkmate_tf.step.planned_step import PlannedStep
 
 _log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class Guard:
 
     def __init__(self, step: PlannedStep):
         self._step = step
-        self._ran: Candidate | None = None  # the plan that ran last without an error
+        self._ran: EvaluatedPlan | None = None  # the plan that ran last without an error
         self.has_run = False
 
     def run(self, held: list, *, can_move: bool = False):

@@ -14,9 +14,9 @@ from tensorflow.core.framework import function_pb2, node_def_pb2
 from tensorflow.python.eager import wrap_function
 from tensorflow.python.framework import function_def_to_graph
 
+from checkmate_tf.device_memory.device import counted_bytes
 from checkmate_tf.lowering.branches import FIRST_ARGUMENT, PASS_ON, called, is_ordered
 from checkmate_tf.lowering.creation import op_of
-from checkmate_tf.lowering.device import counted_bytes
 from checkmate_tf.lowering.extract import ALIASES, ExtractedStep
 from checkmate_tf.lowering.single_op import nbytes
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2
 
-from checkmate_tf.lowering import device as devices
+from checkmate_tf.device_memory import device as devices
 
 LARGE_BYTES = 1 << 10  # smaller ones find room in holes that no tensor fits
 _made: weakref.WeakValueDictionary[tuple, tf.Tensor] = weakref.WeakValueDictionary()

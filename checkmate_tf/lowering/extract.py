@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate_tf.core.opgraph import OpGraph
-from checkmate_tf.lowering import device
+from checkmate_tf.device_memory import device
 from checkmate_tf.lowering.creation import created, no_later_than_readers, places
 from checkmate_tf.lowering.definitions import READS_OF_VARIABLES
 from checkmate_tf.lowering.onednn import BIAS_GRADIENT, FILTER_GRADIENT
@@ -63,7 +63,7 @@ def extract(traced: TracedStep) -> ExtractedStep:
             x, attributes = op.inputs[0], {name: op.get_attr(name) for name in ("data_format", "is_training")}
             with contextlib.suppress(tf.errors.OpError):  # its size stays unknown, then
                 op.outputs[-1].set_shape(_reserved_by_gpu(on, tuple(x.shape), x.dtype, **attributes))
-    reruns = {op: graph.get_operation_by_name(node.name) for op, node in traced.again.items()}
+    reruns = {op: graph.get_operation_by_name(node.name) for op, node in traced.recompute_variants.items()}
     when = created(traced.function, traced.stands_in)
     ops = [op for op in graph.get_operations() if op not in reruns.values()]
     gradients = _gradients(ops, when, traced)
@@ -92,13 +92,15 @@ def extract(traced: TracedStep) -> ExtractedStep:
         tensor_bytes=tensor_bytes,
         storage=storage,
         persistent=persistent,
-        takeover=((),) * len(ops),
-        once=np.array([op.type not in _PERSISTENT and op.op_def.is_stateful for op in ops], dtype=bool),
+        forwarding=((),) * len(ops),
+        has_side_effects=np.array([op.type not in _PERSISTENT and op.op_def.is_stateful for op in ops], dtype=bool),
         is_gradient=is_gradient,
         passes=passes,
         results=tuple(tensor_number[name] for name in traced.interface.fetches),
         pairs=_fused_pairs(ops, number) if on_cpu and device.onednn_is_on() else {},
-        again={number[op]: tuple(tensor_number[t.name] for t in rerun.inputs) for op, rerun in reruns.items()},
+        recompute_variants={
+            number[op]: tuple(tensor_number[t.name] for t in rerun.inputs) for op, rerun in reruns.items()
+        },
         awaits={number[first]: tuple(number[term] for term in terms) for first, terms in traced.sums.items()},
         first_last=frozenset(number[op.name] for op in ops if on_cpu and op.type in _FIRST_LAST),
     )

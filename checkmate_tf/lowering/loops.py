@@ -21,7 +21,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, node_def_pb2
 
 from checkmate_tf.core.opgraph import CONTROL_FLOW, LOOPS, OpGraph
-from checkmate_tf.lowering import device as devices
+from checkmate_tf.device_memory import device as devices
 from checkmate_tf.lowering.definitions import READS_OF_VARIABLES, Bodies, body, called, is_stateful
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.rebuild import call_unoptimized

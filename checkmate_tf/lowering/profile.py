@@ -16,9 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate_tf.core.opgraph import CONTROL_FLOW, Costs, OpGraph
-from checkmate_tf.lowering.arena import exact_chunks
-from checkmate_tf.lowering.branch_scratch import scratch_of_branches
-from checkmate_tf.lowering.device import (
+from checkmate_tf.device_memory.allocation_replay import address
+from checkmate_tf.device_memory.compaction import exact_chunks
+from checkmate_tf.device_memory.device import (
     counted_bytes,
     in_use_bytes,
     is_cpu,
@@ -27,11 +27,11 @@ from checkmate_tf.lowering.device import (
     uncounted_below_bytes,
     wait,
 )
+from checkmate_tf.lowering.branch_scratch import scratch_of_branches
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.loops import measure_loops, with_lists
 from checkmate_tf.lowering.profile_cache import OpProfile, ProfileCache
 from checkmate_tf.lowering.rebuild import call_unoptimized
-from checkmate_tf.lowering.rehearse import address
 from checkmate_tf.lowering.scratch import events_by_op, most_bytes, requests_of
 from checkmate_tf.lowering.single_op import ALONE, BEHIND_POOLING, known_value, nbytes, pooling_of, single_op, stand_in
 
@@ -56,7 +56,7 @@ class Profile:
     """The step with measured storage, its costs, and how much of it had to be measured.
 
     Attributes:
-        op_graph: The step with takeovers and aliases as measured.
+        op_graph: The step with forwarding and aliases as measured.
         costs: Seconds and workspace per op.
         distinct: Number of different ops that matter.
         measured: How many of them were measured now; the others came from the cache.
@@ -97,9 +97,9 @@ def profile(
     """
     graph = step.op_graph
     cache = ProfileCache(cache_dir, device)
-    nodes = {node.name: node for node in [*step.traced.graph_def.node, *step.traced.again.values()]}
+    nodes = {node.name: node for node in [*step.traced.graph_def.node, *step.traced.recompute_variants.values()]}
     names = {op: graph.names[op] for op in range(graph.n) if _matters(step, op)}
-    reruns = {op: step.traced.again[names[op]].name for op in graph.again if op in names}
+    reruns = {op: step.traced.recompute_variants[names[op]].name for op in graph.recompute_variants if op in names}
     keys = {name: _signature(step, nodes, name) for name in [*names.values(), *reruns.values()]}
     distinct = dict.fromkeys(keys.values())
     example = {key: name for name, key in reversed(keys.items())}
@@ -161,7 +161,7 @@ def _matters(step: ExtractedStep, op: int) -> bool:
     tensors = [*operation.inputs, *operation.outputs]
     return (
         (_is_large(step, op) or any(kind in operation.type for kind in _SCRATCH_KINDS))
-        and not step.op_graph.once[op]
+        and not step.op_graph.has_side_effects[op]
         and operation.type not in CONTROL_FLOW
         and all(t.shape.is_fully_defined() and t.dtype not in (tf.resource, tf.variant, tf.string) for t in tensors)
     )
@@ -176,7 +176,7 @@ def _is_large(step: ExtractedStep, op: int) -> bool:
 def _is_possible(step: ExtractedStep, name: str, seen: OpProfile) -> bool:
     """Whether the positions that a cached profile names exist."""
     operation = step.graph.get_operation_by_name(name)
-    inputs = [*seen.takeover, *(k for _, k in seen.aliases)]
+    inputs = [*seen.forwarding, *(k for _, k in seen.aliases)]
     outputs = [seen.taker, *(output for output, _ in seen.aliases)]
     return max(inputs, default=-1) < len(operation.inputs) and max(outputs) < len(operation.outputs)
 
@@ -253,10 +253,10 @@ class _Alone:
         same_size = [k for k in arguments if _SMALL_BYTES <= out[taker] == nbytes(operation.inputs[k])]
         if not on_cpu and len(out) == 1 and same_size and extra < out[0] // 2:
             return self._with_time(OpProfile(0.0, aliases=((0, same_size[0]),)))
-        takeover = [k for k in same_size if self._takes_over(k, arguments, out[taker], peak)]
+        forwarding = [k for k in same_size if self._takes_over(k, arguments, out[taker], peak)]
         workspace = extra - counted_bytes(self._device, out)
-        taker = taker if takeover else 0
-        return self._with_time(OpProfile(0.0, max(0, workspace), tuple(takeover), taker, aliases))
+        taker = taker if forwarding else 0
+        return self._with_time(OpProfile(0.0, max(0, workspace), tuple(forwarding), taker, aliases))
 
     def _takes_over(self, k: int, arguments: Mapping[int, tf.Tensor], out_bytes: int, living_on_bytes: int) -> bool:
         """Whether an output takes over the storage of input `k`, of its size, where that dies.
@@ -418,14 +418,14 @@ def _apply(
 ) -> tuple[OpGraph, Costs]:
     """Enters what was measured, and the scratch that was counted, into the graph and its costs."""
     time_s, busy = np.full(graph.n, _SMALL_OP_S), np.ones(graph.n)
-    time_s[[len(out) == 0 and not once for out, once in zip(graph.outputs, graph.once, strict=True)]] = 0.0
+    time_s[[len(out) == 0 and not once for out, once in zip(graph.outputs, graph.has_side_effects, strict=True)]] = 0.0
     workspace = np.zeros(graph.n, dtype=np.int64)
     workspace[list(scratch)] = [sum(blocks) for blocks in scratch.values()]
     storage = graph.storage.copy()
-    takeover = list(graph.takeover)
+    forwarding = list(graph.forwarding)
     for op, seen in profiles.items():
         time_s[op], workspace[op], busy[op] = seen.time_s, seen.workspace_bytes, seen.busy
-        takeover[op] = tuple(graph.inputs[op][k] for k in seen.takeover)
+        forwarding[op] = tuple(graph.inputs[op][k] for k in seen.forwarding)
         for output, k in seen.aliases:
             storage[graph.outputs[op][output]] = storage[graph.inputs[op][k]]
     if unmeasured and profiles:
@@ -434,7 +434,7 @@ def _apply(
         for op in unmeasured:
             time_s[op] = rate * _touched_bytes(graph, op)
     taker = {op: seen.taker for op, seen in profiles.items() if seen.taker}
-    graph = dataclasses.replace(graph, storage=_follow(storage), takeover=tuple(takeover), taker=taker)
+    graph = dataclasses.replace(graph, storage=_follow(storage), forwarding=tuple(forwarding), taker=taker)
     if by_onednn:
         graph = _with_pooling_indices(graph, profiles, workspace)
     requests = {op: blocks for op, blocks in scratch.items() if len(blocks) > 1}
@@ -449,16 +449,18 @@ def _explains(seen: OpProfile, workspace_bytes: int) -> bool:
 
 def _with_reruns(graph: OpGraph, costs: Costs, again: dict[int, OpProfile]) -> tuple[OpGraph, Costs]:
     """Enters what leaner reruns cost; drops those that are not faster or take storage over in another way."""
-    again_s, workspace = costs.time_s.copy(), costs.workspace_bytes.copy()
+    variant_s, workspace = costs.time_s.copy(), costs.workspace_bytes.copy()
     kept = {}
     for op, seen in again.items():
-        taken = tuple(graph.again[op][k] for k in seen.takeover)
-        if seen.time_s < costs.time_s[op] and taken == graph.takeover[op] and not seen.aliases:
-            again_s[op], workspace[op] = seen.time_s, max(workspace[op], seen.workspace_bytes)
-            kept[op] = graph.again[op]
+        taken = tuple(graph.recompute_variants[op][k] for k in seen.forwarding)
+        if seen.time_s < costs.time_s[op] and taken == graph.forwarding[op] and not seen.aliases:
+            variant_s[op], workspace[op] = seen.time_s, max(workspace[op], seen.workspace_bytes)
+            kept[op] = graph.recompute_variants[op]
     same = workspace == costs.workspace_bytes
     requests = {op: asked for op, asked in costs.requests.items() if same[op]}
-    return dataclasses.replace(graph, again=kept), Costs(costs.time_s, workspace, again_s, costs.busy, requests)
+    return dataclasses.replace(graph, recompute_variants=kept), Costs(
+        costs.time_s, workspace, variant_s, costs.busy, requests
+    )
 
 
 def _with_pooling_indices(graph: OpGraph, profiles: dict[int, OpProfile], workspace: np.ndarray) -> OpGraph:

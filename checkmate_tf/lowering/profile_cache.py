@@ -14,11 +14,11 @@ import tensorflow as tf
 
 from checkmate_tf._files import read_sealed, write_sealed
 from checkmate_tf.core.opgraph import OUTPUTS
-from checkmate_tf.lowering.device import grows, onednn_is_on, threads, uncounted_below_bytes
+from checkmate_tf.device_memory.device import grows, onednn_is_on, threads, uncounted_below_bytes
 
 _log = logging.getLogger(__name__)
 
-_VERSION = 10
+_VERSION = 11
 _TOO_MUCH_BYTES = 1 << 48
 
 
@@ -29,7 +29,7 @@ class OpProfile:
     Attributes:
         time_s: Seconds per run (least of several).
         workspace_bytes: Bytes beside inputs and outputs at its own peak.
-        takeover: Positions of the inputs whose storage an output takes over when they die there.
+        forwarding: Positions of the inputs whose storage an output takes over when they die there.
         taker: Position of that output.
         aliases: (position of an output, position of the input whose storage it shares even when that lives on).
         busy: Share of the device that it keeps busy, from 0 to 1.
@@ -38,7 +38,7 @@ class OpProfile:
 
     time_s: float
     workspace_bytes: int = 0
-    takeover: tuple[int, ...] = ()
+    forwarding: tuple[int, ...] = ()
     taker: int = 0
     aliases: tuple[tuple[int, int], ...] = ()
     busy: float = 1.0
@@ -111,12 +111,12 @@ def _entry(value: dict) -> OpProfile:
     time_s, busy = float(value["time_s"]), float(value["busy"])
     workspace_bytes, taker = int(value["workspace_bytes"]), int(value["taker"])
     aliases = tuple((int(output), int(of)) for output, of in value["aliases"])
-    requests, takeover = (tuple(int(k) for k in value[name]) for name in ("requests", "takeover"))
-    if not 0 <= time_s < 1e4 or not 0 <= busy <= 1 or min((taker, *takeover, *sum(aliases, ()))) < 0:
+    requests, forwarding = (tuple(int(k) for k in value[name]) for name in ("requests", "forwarding"))
+    if not 0 <= time_s < 1e4 or not 0 <= busy <= 1 or min((taker, *forwarding, *sum(aliases, ()))) < 0:
         raise ValueError(f"out of range: {value}")
     if not 0 <= workspace_bytes < _TOO_MUCH_BYTES or not _is_possible(requests):
         raise ValueError(f"out of range: {value}")
-    return OpProfile(time_s, workspace_bytes, takeover, taker, aliases, busy, requests)
+    return OpProfile(time_s, workspace_bytes, forwarding, taker, aliases, busy, requests)
 
 
 def _is_possible(requests: tuple[int, ...]) -> bool:

@@ -11,8 +11,8 @@ from tensorflow.python.eager import context, execute, wrap_function
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.framework import func_graph
 
-from checkmate_tf.core.forks import Fork, is_ordered, lane_of_steps, to_hold
 from checkmate_tf.core.opgraph import OpGraph
+from checkmate_tf.core.parallel_regions import ParallelRegion, is_ordered, lane_of_steps, to_hold
 from checkmate_tf.core.plan import Plan
 from checkmate_tf.lowering.branches import GATE_IN, GATE_OUT, called, gate
 from checkmate_tf.lowering.creation import op_of
@@ -81,24 +81,24 @@ def as_function(graph_def: graph_pb2.GraphDef, feeds: Sequence[str], fetches: Se
     return wrap_function.WrappedFunction(graph, variable_holder=wrap_function.VariableHolder())
 
 
-def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan, forks: Sequence[Fork] = ()):
+def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan, regions: Sequence[ParallelRegion] = ()):
     """Builds the function that runs a plan.
 
     Every op that computes gets a control edge from the one before it, unless a data edge orders the
-    two already; where the plan forks, each lane is such a chain. Ops that only read or rename run when their input is
+    two already; in a parallel region, each lane is such a chain. Ops that only read or rename run when their input is
     there.
 
     Args:
         traced: The step that was planned.
         graph: Its ops, by which the plan names them.
         plan: What to run, in which order.
-        forks: Where steps run side by side, no two of them with a step in common; by default nowhere.
+        regions: Where steps run side by side, no two of them with a step in common; by default nowhere.
 
     Returns:
         A concrete function with the feeds of the traced step, its shared constants behind them, and its fetches.
     """
-    graph_def, latest = planned_graph_def(traced, graph, plan, forks)
-    made_once = {graph.names[op] for op in graph.again}  # all outputs but the first
+    graph_def, latest = planned_graph_def(traced, graph, plan, regions)
+    made_once = {graph.names[op] for op in graph.recompute_variants}  # all outputs but the first
 
     def renamed(tensor: str) -> str:
         op, _, output = tensor.partition(":")
@@ -113,7 +113,7 @@ def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan, forks: Sequence[Fork
 
 
 def planned_graph_def(
-    traced: TracedStep, graph: OpGraph, plan: Plan, forks: Sequence[Fork] = ()
+    traced: TracedStep, graph: OpGraph, plan: Plan, regions: Sequence[ParallelRegion] = ()
 ) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
     """The plan as a GraphDef, and for each op the name of its last run."""
     nodes = {node.name: node for node in traced.graph_def.node}
@@ -129,8 +129,8 @@ def planned_graph_def(
     built.node.extend(_fed(nodes[name]) for name in traced.shared_constants)
     chain = _Chain(graph)
     ordered = is_ordered(graph)
-    lanes = lane_of_steps(len(plan), forks)
-    held = to_hold(graph, plan, forks)
+    lanes = lane_of_steps(len(plan), regions)
+    held = to_hold(graph, plan, regions)
     for step, (op, instance, sources, lane) in enumerate(
         zip(plan.ops.tolist(), plan.instance.tolist(), plan.sources, lanes.tolist(), strict=True)
     ):
@@ -140,8 +140,8 @@ def planned_graph_def(
             constant.append(False)
             continue
         original = nodes[graph.names[op]]
-        if instance and op in graph.again:
-            original = traced.again[graph.names[op]]
+        if instance and op in graph.recompute_variants:
+            original = traced.recompute_variants[graph.names[op]]
         node = node_def_pb2.NodeDef()
         node.CopyFrom(original)
         node.name = graph.names[op] if instance == 0 else f"{graph.names[op]}/again_{instance}"
@@ -178,7 +178,7 @@ def planned_graph_def(
 
 
 class _Chain:
-    """The control edges that allow the plan's order, with its forks, and no other."""
+    """The control edges that allow the plan's order, with its parallel regions, and no other."""
 
     def __init__(self, graph: OpGraph):
         self._graph = graph

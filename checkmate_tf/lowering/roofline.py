@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
-from checkmate_tf.lowering import device as devices
+from checkmate_tf.device_memory import device as devices
 from checkmate_tf.lowering.extract import ExtractedStep
 
 _LEAST_S = 5e-3  # that a measured run takes
@@ -78,7 +78,7 @@ def roofline(extracted: ExtractedStep, speed: Rates) -> tuple[OpGraph, Costs]:
         crosses[list(graph.inputs[op])] = True
     crosses[list(graph.results)] = True
     time_s = np.full(graph.n, _LEAST_OP_S)
-    takeover: list[tuple[int, ...]] = []
+    forwarding: list[tuple[int, ...]] = []
     for op, (name, kind) in enumerate(zip(graph.names, graph.types, strict=True)):
         read, made = set(graph.inputs[op]), graph.outputs[op]
         sizes = graph.tensor_bytes
@@ -90,8 +90,8 @@ def roofline(extracted: ExtractedStep, speed: Rates) -> tuple[OpGraph, Costs]:
             crossing += [t for t in made if crosses[t]]
             time_s[op] += int(sizes[crossing].sum()) / speed.bytes_per_s
         same = [t for t in dict.fromkeys(graph.inputs[op]) if made and 0 < sizes[t] == sizes[made[0]]]
-        takeover.append(tuple(same) if kind in _IN_PLACE else ())
-    return dataclasses.replace(graph, takeover=tuple(takeover)), Costs(time_s, np.zeros(graph.n, dtype=np.int64))
+        forwarding.append(tuple(same) if kind in _IN_PLACE else ())
+    return dataclasses.replace(graph, forwarding=tuple(forwarding)), Costs(time_s, np.zeros(graph.n, dtype=np.int64))
 
 
 def flops(op: tf.Operation) -> float:

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import tensorflow as tf
 
 from checkmate_tf.core.opgraph import OUTPUTS
+from checkmate_tf.device_memory.allocation_replay import EMPTY, empty
+from checkmate_tf.device_memory.device import uncounted_below_bytes
+from checkmate_tf.device_memory.memory_trace import MemoryEvent, record
 from checkmate_tf.errors import CheckmateError
-from checkmate_tf.lowering.device import uncounted_below_bytes
-from checkmate_tf.lowering.memory_trace import MemoryEvent, record
-from checkmate_tf.lowering.rehearse import EMPTY, empty
 
 _log = logging.getLogger(__name__)
 

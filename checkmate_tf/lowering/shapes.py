@@ -26,7 +26,7 @@ def imported(traced: TracedStep) -> tuple[tf.Graph, tuple[str, ...]]:
     """
     graph_def = graph_pb2.GraphDef()
     graph_def.CopyFrom(traced.graph_def)
-    graph_def.node.extend(traced.again.values())
+    graph_def.node.extend(traced.recompute_variants.values())
     graph = _import(graph_def)
     graph = _with(graph_def, _told(graph, traced.function.graph)) or graph
     guessed = dict(_guessed(graph, _rows(traced)))

@@ -18,9 +18,8 @@ from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.training import saver
 
 from checkmate_tf.core.opgraph import CONTROL_FLOW
+from checkmate_tf.device_memory import device
 from checkmate_tf.errors import StepError
-from checkmate_tf.lowering import device
-from checkmate_tf.lowering.again import leaner_reruns
 from checkmate_tf.lowering.branches import assign_in_place
 from checkmate_tf.lowering.calls import read_before_calls
 from checkmate_tf.lowering.constants import constant_bytes, shared
@@ -32,6 +31,7 @@ from checkmate_tf.lowering.implementations.pooling import poolings_by_places
 from checkmate_tf.lowering.implementations.rewrite import Fired, rewrite
 from checkmate_tf.lowering.implementations.rule import Rule
 from checkmate_tf.lowering.in_place import writable
+from checkmate_tf.lowering.recompute_variants import leaner_reruns
 from checkmate_tf.lowering.recurrences import run_in_turn
 from checkmate_tf.lowering.sums import sum_in_pairs
 from checkmate_tf.lowering.variables import Interface, variables_by_input
@@ -69,7 +69,7 @@ class TracedStep:
     stands_in: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fired: tuple[Fired, ...] = ()
     offered: tuple[Fired, ...] = ()
-    again: Mapping[str, node_def_pb2.NodeDef] = dataclasses.field(default_factory=dict)
+    recompute_variants: Mapping[str, node_def_pb2.NodeDef] = dataclasses.field(default_factory=dict)
     sums: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @property

@@ -29,7 +29,7 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.plan import Plan
-from checkmate_tf.lowering import device as devices
+from checkmate_tf.device_memory import device as devices
 from checkmate_tf.lowering.rebuild import as_function
 from checkmate_tf.lowering.trace import TracedStep
 
@@ -107,7 +107,7 @@ class _Writer:
             for source in sources:
                 self._last_read[source] = step
             self._depth[step] = 1 + max((self._depth[source] for source in sources), default=0)
-        is_first = (plan.instance == 0) & ~graph.once[plan.ops] & (self._last_read >= 0)
+        is_first = (plan.instance == 0) & ~graph.has_side_effects[plan.ops] & (self._last_read >= 0)
         self._can_be_awaited = np.zeros(len(plan), dtype=bool)
         for step in np.flatnonzero(is_first).tolist():
             self._can_be_awaited[step] = self._may_wait((step, 0))

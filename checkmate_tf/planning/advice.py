@@ -11,7 +11,7 @@ import numpy as np
 from checkmate_tf.budget import format_bytes
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.order import leads_to_one_update
-from checkmate_tf.planning.candidate import Candidate
+from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 
 _WEIGHTS, _BATCH, _UPDATES = "weights and optimizer slots", "batch", "gradients of weights and their updates"
 _LAYERS, _WORKSPACE = "activations and their gradients", "workspace of one op"
@@ -32,7 +32,7 @@ class Before(NamedTuple):
     batch_bytes: int
 
 
-def at_peak(smallest: Candidate, before: Before) -> str:
+def at_peak(smallest: EvaluatedPlan, before: Before) -> str:
     """What the smallest plan holds at its peak, the most first, and what makes that less.
 
     Args:
@@ -69,7 +69,7 @@ def _tries(parts: collections.Counter[str], total: int) -> str:
     return ", or ".join([*tries, "a budget above that."])
 
 
-def _held(plan: Candidate, step: int) -> dict[int, int]:
+def _held(plan: EvaluatedPlan, step: int) -> dict[int, int]:
     """Tensor -> bytes, for those in use while a step runs."""
     memory = plan.memory.without_workspace()
     live: dict[int, tuple[int, int]] = {}
@@ -87,7 +87,7 @@ def _held(plan: Candidate, step: int) -> dict[int, int]:
     return held
 
 
-def _of_fixed_size(plan: Candidate) -> np.ndarray:
+def _of_fixed_size(plan: EvaluatedPlan) -> np.ndarray:
     """bool (ops,). What leads to the update of one variable and is as large as a variable: rows do not change it."""
     graph = plan.op_graph
     variables = {int(graph.tensor_bytes[graph.outputs[op][0]]) for op in range(graph.n) if graph.types[op] == _VARIABLE}

@@ -23,18 +23,18 @@ from checkmate_tf.core.requirements import working_set_bytes
 from checkmate_tf.core.simulate import Memory, simulate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planning import advice
-from checkmate_tf.planning.archive import Entry
-from checkmate_tf.planning.candidate import NEVER, Candidate, cheapest
-from checkmate_tf.planning.confirm import confirm
-from checkmate_tf.planning.forking import forked
-from checkmate_tf.planning.partition import STATES, AllocatorPeak, Placement, Placer, Waiting
+from checkmate_tf.planning.evaluated_plan import NEVER, EvaluatedPlan, cheapest
+from checkmate_tf.planning.guard_blocks import STATES, AllocatorPeak, Placement, Placer, Waiting
+from checkmate_tf.planning.parallel_regions import with_regions
+from checkmate_tf.planning.schedule_cache import Entry
 from checkmate_tf.planning.search import MOST_NEIGHBOURS, Order, Search
+from checkmate_tf.planning.verification import verify
 from checkmate_tf.solvers.base import Clock
 
 _SAME_BUDGET = 0.005  # of a budget; schedules that were found for one this close are as good for another
 _SEARCH_SHARE = 0.9  # of the time limit, before small plans are tried
 _SMALL_SHARE = 0.7  # of the time left then
-_CONFIRMED_SHARE = 0.85  # of the time left, as the plan that is found may have to be replaced
+_VERIFIED_SHARE = 0.85  # of the time left, as the plan that is found may have to be replaced
 _AS_CHEAP = 1.01  # times the cost of a plan that was not confirmed: a known one that takes its place at once
 MINIMUM_LIMIT_S = 20.0
 _MINIMUM_MARGIN = 1.02
@@ -43,9 +43,9 @@ _ARRANGEMENTS = 3  # of what the device holds, in which they are tried
 _MINIMUM_SHARE = 0.5  # of the time for small plans, for the smallest; the rest goes to cheaper ones near it
 _NEAR_MINIMUM = (1.01, 1.04)  # times the smallest inner budget
 _NEAR_LIMIT_S, _NEAR_GAP = 3.0, 0.05
-_MOST_CONFIRMATIONS = 4
+_MOST_VERIFICATIONS = 4
 _BOUND_LIMIT_S, _BOUND_SHARE = 4.0, 0.05  # for the bound of a plan that no solver was asked for; of the time limit
-_ROOM_FOR_FORKS = 1.25  # times the budget: lanes may take more in an order that was not foreseen, by some percents
+_ROOM_FOR_REGIONS = 1.25  # times the budget: lanes may take more in an order that was not foreseen, by some percents
 _PLACED_SMALL = 1.005  # times its tensors: a peak that is small enough for a small plan
 
 
@@ -97,8 +97,8 @@ class Planner:
         self._before = advice.Before(base_bytes, weights_bytes, batch_bytes)
         self.needed_bytes = base_bytes + working_set_bytes(op_graph, uncounted_below_bytes)
         self.orders = []
-        for settle in (True, False):
-            ordered, ordered_costs = permute(op_graph, costs, low_peak_order(op_graph, settle=settle))
+        for reorder in (True, False):
+            ordered, ordered_costs = permute(op_graph, costs, low_peak_order(op_graph, reorder=reorder))
             ordered.check()
             order = Order(
                 ordered,
@@ -116,7 +116,7 @@ class Planner:
         """For what is sought within a time; waits of an allocator that has run out of memory come on top."""
         return self._allocator_peak.clock(time_limit_s)
 
-    def store_all(self) -> Candidate:
+    def store_all(self) -> EvaluatedPlan:
         """The plan that recomputes nothing, in the order with the lower peak."""
         return min((self.evaluate(order, range(order.coarse.graph.n)) for order in self.orders), key=_peak)
 
@@ -127,7 +127,7 @@ class Planner:
         time_limit_s: float = 60.0,
         seed: int = 0,
         on_progress: OnProgress | None = None,
-    ) -> Candidate:
+    ) -> EvaluatedPlan:
         """The cheapest plan found whose allocator peak is within the budget.
 
         Args:
@@ -158,7 +158,7 @@ class Planner:
         time_limit_s: float,
         seed: int = 0,
         on_progress: OnProgress | None = None,
-    ) -> Candidate | None:
+    ) -> EvaluatedPlan | None:
         """As `plan`, but returns None where no plan was found. No other strategy stands in for the one that was named.
 
         Where a search finds nothing, plans with small peaks are sought, and a second search starts from those.
@@ -181,7 +181,7 @@ class Planner:
             self._keep(found, budget_bytes, time_limit_s)
         return found
 
-    def _kept(self, budget_bytes: int, time_limit_s: float) -> Candidate | None:
+    def _kept(self, budget_bytes: int, time_limit_s: float) -> EvaluatedPlan | None:
         """What a search of at least this time found before, or a plan that costs hardly more, within the budget now."""
         self.forget_peaks()
         close = _SAME_BUDGET * budget_bytes
@@ -196,7 +196,7 @@ class Planner:
         bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * time_limit_s)
         return self.known(budget_bytes, bound_limit_s, most_s=_AS_CHEAP * min(found_s))
 
-    def _keep(self, candidate: Candidate, budget_bytes: int = 0, time_limit_s: float = 0.0) -> None:
+    def _keep(self, candidate: EvaluatedPlan, budget_bytes: int = 0, time_limit_s: float = 0.0) -> None:
         """Keeps a plan for later searches and runs."""
         order = self._order_of(candidate)
         if order is None or candidate.nodes is None:
@@ -221,7 +221,7 @@ class Planner:
         time_limit_s: float,
         seed: int = 0,
         on_progress: OnProgress | None = None,
-    ) -> Candidate | None:
+    ) -> EvaluatedPlan | None:
         """As `find`, but without plans with small peaks."""
         self.forget_peaks()
         bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * time_limit_s)
@@ -230,41 +230,41 @@ class Planner:
         found = None
         history: tuple[tuple[float, float], ...] = ()
         began_s = time.perf_counter()
-        for _ in range(_MOST_CONFIRMATIONS):
+        for _ in range(_MOST_VERIFICATIONS):
             candidate = self.placed(self.store_all(), target_bytes)
             if candidate.peak_bytes > target_bytes:
                 began_s = time.perf_counter()
-                search = Search(self, target_bytes, _CONFIRMED_SHARE * clock.left_s, seed, on_progress)
+                search = Search(self, target_bytes, _VERIFIED_SHARE * clock.left_s, seed, on_progress)
                 sought = search.run()
                 history = tuple(search.history)
                 if sought is None:
                     break
                 candidate = sought
-            found = self.confirmed(candidate, budget_bytes, bound_limit_s)
+            found = self.verified(candidate, budget_bytes, bound_limit_s)
             if found is None:
                 found = self._as_cheap(candidate, budget_bytes, bound_limit_s)
             if found is not None:
                 break
             target_bytes -= max(self.placed(candidate, budget_bytes).peak_bytes - budget_bytes, budget_bytes // 200)
-        found = found or self.known(budget_bytes, bound_limit_s) or self.confirmed(self.unordered(), budget_bytes)
+        found = found or self.known(budget_bytes, bound_limit_s) or self.verified(self.unordered(), budget_bytes)
         if found is None:
             return None
         order = self._order_of(found) if history else None
         bounds = () if order is None else order.bounds(found.node_peak_bytes, began_s)
         return dataclasses.replace(found, history=history, bounds=bounds)
 
-    def replacement(self, candidate: Candidate, budget_bytes: int, *, time_limit_s: float) -> Candidate | None:
+    def replacement(self, candidate: EvaluatedPlan, budget_bytes: int, *, time_limit_s: float) -> EvaluatedPlan | None:
         """A plan that keeps a budget now, in place of one that does not: a known one if it costs hardly more."""
         return self._as_cheap(candidate, budget_bytes) or self.search(budget_bytes, time_limit_s=time_limit_s)
 
     def _as_cheap(
-        self, candidate: Candidate, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S
-    ) -> Candidate | None:
+        self, candidate: EvaluatedPlan, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S
+    ) -> EvaluatedPlan | None:
         return self.known(budget_bytes, bound_limit_s, most_s=_AS_CHEAP * candidate.time_s)
 
     def known(
         self, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S, *, most_s: float = np.inf
-    ) -> Candidate | None:
+    ) -> EvaluatedPlan | None:
         """The cheapest plan of those seen before that is within the budget now and takes at most `most_s`, or None."""
         tried = [(time_s, order, key) for order in self.orders for key, time_s in order.tried.items()]
         for time_s, order, key in sorted(tried, key=lambda entry: entry[0]):
@@ -272,39 +272,41 @@ class Planner:
                 return None
             candidate = self.evaluate(order, np.frombuffer(key, dtype=np.int64))
             if self._may_keep(candidate, budget_bytes):
-                confirmed = self.confirmed(candidate, budget_bytes, bound_limit_s)
-                if confirmed is not None:
-                    return confirmed
+                verified = self.verified(candidate, budget_bytes, bound_limit_s)
+                if verified is not None:
+                    return verified
         return None
 
-    def confirmed(
-        self, candidate: Candidate, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S
-    ) -> Candidate | None:
-        """As `confirm`, with the plan's memory divided for the budget, and a bound on what any such plan costs."""
-        confirmed = confirm(
+    def verified(
+        self, candidate: EvaluatedPlan, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S
+    ) -> EvaluatedPlan | None:
+        """As `verify`, with the plan's memory divided for the budget, and a bound on what any such plan costs."""
+        verified = verify(
             self.placed(candidate, budget_bytes),
             budget_bytes,
             self._allocator_peak,
             base_bytes=self._base_bytes,
             uncounted_below_bytes=self._uncounted_below_bytes,
         )
-        if confirmed is None:
+        if verified is None:
             return None
-        if len(confirmed.plan) == confirmed.op_graph.n:
-            return dataclasses.replace(confirmed, bound=confirmed.time_s, bound_of="any order")
-        return self._certified(confirmed, bound_limit_s)
+        if len(verified.plan) == verified.op_graph.n:
+            return dataclasses.replace(verified, bound=verified.time_s, bound_of="any order")
+        return self._certified(verified, bound_limit_s)
 
-    def forked(self, candidate: Candidate, budget_bytes: int) -> Candidate:
-        """As `forking.forked`, for a plan that is confirmed; but near the device's limit it stays a chain.
+    def with_regions(self, candidate: EvaluatedPlan, budget_bytes: int) -> EvaluatedPlan:
+        """As `parallel_regions.with_regions`, for a verified plan; near the device's limit it stays a chain.
 
         An order of the lanes that takes more than the budget is seen and planned again; one that takes more than there
         is ends the training.
         """
-        if _ROOM_FOR_FORKS * budget_bytes > self._limit_bytes:
-            return dataclasses.replace(candidate, forks=())
-        return forked(candidate, budget_bytes, self._allocator_peak, uncounted_below_bytes=self._uncounted_below_bytes)
+        if _ROOM_FOR_REGIONS * budget_bytes > self._limit_bytes:
+            return dataclasses.replace(candidate, regions=())
+        return with_regions(
+            candidate, budget_bytes, self._allocator_peak, uncounted_below_bytes=self._uncounted_below_bytes
+        )
 
-    def placed(self, candidate: Candidate, budget_bytes: int) -> Candidate:
+    def placed(self, candidate: EvaluatedPlan, budget_bytes: int) -> EvaluatedPlan:
         """A plan in memory divided so that it keeps a budget in all states, or else for the lowest peak found."""
         if not self._may_keep(candidate, budget_bytes):
             return candidate
@@ -316,11 +318,11 @@ class Planner:
         found = self._placements[key]
         return dataclasses.replace(candidate, partition=found.partition, peak_bytes=found.peak_bytes)
 
-    def _may_keep(self, candidate: Candidate, budget_bytes: int) -> bool:
+    def _may_keep(self, candidate: EvaluatedPlan, budget_bytes: int) -> bool:
         """Whether a plan keeps a budget as memory is, or may keep it in memory that is divided."""
         return min(candidate.peak_bytes, self.tensor_peak(candidate)) <= budget_bytes
 
-    def minimum(self) -> Candidate:
+    def minimum(self) -> EvaluatedPlan:
         """The plan with the lowest allocator peak that was found, with a peak that `plan` can be held to.
 
         Searches are limited in time, and what the device holds lies elsewhere when the step is planned next: the peak
@@ -339,13 +341,13 @@ class Planner:
             self._keep(candidate)
         return max(smallest, key=_peak)
 
-    def _placed_small(self, small: list[Candidate]) -> list[Candidate]:
+    def _placed_small(self, small: list[EvaluatedPlan]) -> list[EvaluatedPlan]:
         """Those with the smallest tensors, in memory divided for each, the lowest peak first."""
         found = sorted(small, key=self.tensor_peak)[:MOST_NEIGHBOURS]
         placed = (self.placed(candidate, round(_PLACED_SMALL * self.tensor_peak(candidate))) for candidate in found)
         return sorted(placed, key=_peak)
 
-    def _smallest(self, placed: list[Candidate]) -> Candidate:
+    def _smallest(self, placed: list[EvaluatedPlan]) -> EvaluatedPlan:
         """The first of them, with a peak that `plan` can be held to."""
         best, peak = placed[0], placed[0].peak_bytes
         if peak == NEVER:  # the device has no room for any; what its tensors take is then the best known
@@ -359,7 +361,7 @@ class Planner:
         for order in self.orders:
             order.seen.clear()
 
-    def _small(self, limit_s: float, *, own: bool) -> list[Candidate]:
+    def _small(self, limit_s: float, *, own: bool) -> list[EvaluatedPlan]:
         """Plans with small peaks; several, as what the allocator adds is different for each.
 
         With `own`, only those that the strategy itself has found.
@@ -381,15 +383,15 @@ class Planner:
             found += [self.evaluate(order, point.nodes) for point in order.solver.front()[:MOST_NEIGHBOURS]]
         return found
 
-    def _smallest_within(self, budget_bytes: int, limit_s: float) -> Candidate | None:
+    def _smallest_within(self, budget_bytes: int, limit_s: float) -> EvaluatedPlan | None:
         """The cheapest of the strategy's smallest plans that keep a budget for which the search found nothing."""
         bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * limit_s)
         small = self._small(limit_s - bound_limit_s, own=True)
         within = sorted((candidate for candidate in small if self._may_keep(candidate, budget_bytes)), key=_time)
-        confirmed = (self.confirmed(candidate, budget_bytes, bound_limit_s) for candidate in within)
-        return next((candidate for candidate in confirmed if candidate is not None), None)
+        verified = (self.verified(candidate, budget_bytes, bound_limit_s) for candidate in within)
+        return next((candidate for candidate in verified if candidate is not None), None)
 
-    def unordered(self) -> Candidate:
+    def unordered(self) -> EvaluatedPlan:
         """The unmodified step: each op runs as soon as its inputs are ready, in the order in which they become so.
 
         Its peak is the highest over the states of the allocator in which plans must keep a budget, so that it keeps
@@ -417,11 +419,11 @@ class Planner:
         overlapping = self._allocator_peak(memory.overlapping(begin_s, end_s), (), STATES)
         return NEVER if overlapping is None else max(peak_bytes, overlapping)
 
-    def tensor_peak(self, candidate: Candidate) -> int:
+    def tensor_peak(self, candidate: EvaluatedPlan) -> int:
         """Peak in bytes of tensors that are counted, everything included."""
         return candidate.memory.most_counted_bytes(self._uncounted_below_bytes) + self._base_bytes
 
-    def evaluate(self, order: Order, nodes: Sequence[int] | np.ndarray, *, own: bool = True) -> Candidate:
+    def evaluate(self, order: Order, nodes: Sequence[int] | np.ndarray, *, own: bool = True) -> EvaluatedPlan:
         """Compiles and simulates a sequence of nodes, and asks the allocator.
 
         Args:
@@ -445,10 +447,10 @@ class Planner:
                 order.tried[key] = candidate.time_s
         return order.seen[key]
 
-    def _order_of(self, candidate: Candidate) -> Order | None:
+    def _order_of(self, candidate: EvaluatedPlan) -> Order | None:
         return next((order for order in self.orders if order.op_graph is candidate.op_graph), None)
 
-    def _certified(self, candidate: Candidate, limit_s: float) -> Candidate:
+    def _certified(self, candidate: EvaluatedPlan, limit_s: float) -> EvaluatedPlan:
         """The same plan, if it is in one of the orders, with the solver's bound for all schedules with its peak."""
         order = self._order_of(candidate)
         if order is None:
@@ -458,11 +460,11 @@ class Planner:
         bound, bound_of = order.bound(candidate.node_peak_bytes)
         return dataclasses.replace(candidate, bound=bound, bound_of=bound_of)
 
-    def _simulated(self, op_graph: OpGraph, costs: Costs, ops: Sequence[int]) -> Candidate:
+    def _simulated(self, op_graph: OpGraph, costs: Costs, ops: Sequence[int]) -> EvaluatedPlan:
         plan = compile_plan(op_graph, ops)
         memory = simulate(op_graph, plan, costs.workspace_bytes, costs.requests)
         peak = self._allocator_peak(memory)
-        return Candidate(
+        return EvaluatedPlan(
             op_graph=op_graph,
             costs=costs,
             plan=plan,
@@ -501,21 +503,21 @@ class Planner:
             )
         return NoScheduleFound(f"{said} {hint}", best_peak_bytes=smallest.peak_bytes)
 
-    def smallest_seen(self) -> Candidate | None:
+    def smallest_seen(self) -> EvaluatedPlan | None:
         """The plan with the lowest peak seen since memory last changed, with a peak that `plan` can be held to."""
         seen = [candidate for order in self.orders for candidate in order.seen.values()]
         return self._smallest(self._placed_small(seen)) if seen else None
 
-    def _hint(self, smallest: Candidate) -> str:
+    def _hint(self, smallest: EvaluatedPlan) -> str:
         return (
             f"Smallest budget found: {format_bytes(smallest.peak_bytes, round_up=True)} "
             f"({smallest.peak_bytes:,} bytes). {advice.at_peak(smallest, self._before)}"
         )
 
 
-def _peak(candidate: Candidate) -> int:
+def _peak(candidate: EvaluatedPlan) -> int:
     return candidate.peak_bytes
 
 
-def _time(candidate: Candidate) -> float:
+def _time(candidate: EvaluatedPlan) -> float:
     return candidate.time_s

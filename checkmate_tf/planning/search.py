@@ -15,8 +15,8 @@ from checkmate_tf.core.coarsen import Coarse, coarsen, small_bytes_of
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.problem import OnProgress, Options, Solution
 from checkmate_tf.core.schedule import SequenceSchedule
-from checkmate_tf.planning.archive import Archive, Entry, joined
-from checkmate_tf.planning.candidate import Candidate
+from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
+from checkmate_tf.planning.schedule_cache import Archive, Entry, joined
 from checkmate_tf.solvers.base import Clock
 from checkmate_tf.solvers.remote import Point, RemoteSolver
 
@@ -79,7 +79,7 @@ class Order:
             uncounted_below_bytes=uncounted_below_bytes,
         )
         self.solver = RemoteSolver(strategy, self.coarse.graph)
-        self.seen: dict[bytes, Candidate] = {}
+        self.seen: dict[bytes, EvaluatedPlan] = {}
         self.node_graph = OpGraph.from_graph(self.coarse.graph)
         self.tried: dict[bytes, float] = {}  # nodes -> seconds of each plan so far
         self.reason = ""  # why the strategy found nothing, where it can say
@@ -159,10 +159,10 @@ class Evaluator(Protocol):
     def clock(self, time_limit_s: float) -> Clock:
         """Of a search, which stands still where the device waits for memory."""
 
-    def evaluate(self, order: Order, nodes: Sequence[int] | np.ndarray) -> Candidate:
+    def evaluate(self, order: Order, nodes: Sequence[int] | np.ndarray) -> EvaluatedPlan:
         """The plan of a schedule, given as indices of the order's nodes."""
 
-    def placed(self, candidate: Candidate, budget_bytes: int) -> Candidate:
+    def placed(self, candidate: EvaluatedPlan, budget_bytes: int) -> EvaluatedPlan:
         """The plan with the peak that the device's allocator has for it."""
 
 
@@ -177,12 +177,12 @@ class Search:
         self._clock = evaluator.clock(time_limit_s)
         self._seed = seed
         self._on_progress = on_progress
-        self.best: Candidate | None = None
+        self.best: EvaluatedPlan | None = None
         self.history: list[tuple[float, float]] = []
         self._least_s = np.inf  # of a plan, whatever its peak
         self._ask_s = 0.0  # the longest that one answer of the allocator took
 
-    def run(self) -> Candidate | None:
+    def run(self) -> EvaluatedPlan | None:
         """Tries each order quickly, then gives the rest of the time to the better one."""
         inner = dict.fromkeys(self._evaluator.orders, int((1 - _ROUNDING) * self._budget))
         for order in inner:
@@ -205,11 +205,11 @@ class Search:
         """Whether nothing is within the budget yet but plans that take far more than the fastest one seen."""
         return self.best is None or self.best.time_s > _AFFORDABLE * self._least_s
 
-    def _promise(self, candidate: Candidate | None) -> float:
+    def _promise(self, candidate: EvaluatedPlan | None) -> float:
         """Seconds of a plan, more where the allocator takes it beyond the budget."""
         return np.inf if candidate is None else candidate.time_s * max(1.0, candidate.peak_bytes / self._budget)
 
-    def _adjust(self, order: Order, inner_bytes: int, found: Candidate | None) -> None:
+    def _adjust(self, order: Order, inner_bytes: int, found: EvaluatedPlan | None) -> None:
         """Moves the solver's budget until the allocator's peak is just within the step's.
 
         Args:
@@ -260,7 +260,7 @@ class Search:
         )
         return order.solve(inner_bytes, options)
 
-    def _try(self, order: Order, inner_bytes: int, solution: Solution) -> Candidate | None:
+    def _try(self, order: Order, inner_bytes: int, solution: Solution) -> EvaluatedPlan | None:
         """Asks the allocator about the solver's schedule and all that come close.
 
         Returns:
@@ -307,7 +307,7 @@ class Search:
         close = [p for p in order.solver.front() if least <= p.peak_bytes <= most and p.cost <= most_s]
         return sorted(close, key=lambda point: point.cost)[:MOST_NEIGHBOURS]
 
-    def _consider(self, order: Order, nodes: Sequence[int] | np.ndarray) -> Candidate:
+    def _consider(self, order: Order, nodes: Sequence[int] | np.ndarray) -> EvaluatedPlan:
         began_s = self._clock.elapsed_s
         candidate = self._evaluator.placed(self._evaluator.evaluate(order, nodes), self._budget)
         self._ask_s = max(self._ask_s, self._clock.elapsed_s - began_s)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from checkmate_tf.core.graph import Graph
-from checkmate_tf.solvers.timeline import Timeline
+from checkmate_tf.solvers.incremental_evaluator import IncrementalEvaluator
 
 _MOVE, _ADD = 0.6, 0.2  # shares of the kinds of moves; the rest drops runs
 _NEAR_SLOTS = 12.0  # standard deviation of short moves
@@ -50,7 +50,7 @@ class Annealing:
     """
 
     def __init__(self, graph: Graph, sequence: Sequence[int], budget_bytes: int, seed: int, *, keep_order: bool):
-        self.timeline = Timeline(graph, sequence)
+        self.evaluator = IncrementalEvaluator(graph, sequence)
         self.best: list[int] | None = None
         self.best_cost = math.inf
         self._graph = graph
@@ -63,12 +63,12 @@ class Annealing:
 
     def start(self, sequence: Sequence[int]) -> None:
         """Puts another sequence in place."""
-        self.timeline.load(sequence)
+        self.evaluator.load(sequence)
         self._note(self.overflow())
 
     def overflow(self) -> float:
         """Bytes over the budget, summed over the slots: more than 64 bits may hold."""
-        memory = self.timeline.memory
+        memory = self.evaluator.memory
         if memory.max() <= self._budget_bytes:
             return 0.0
         over = memory - self._budget_bytes
@@ -87,7 +87,7 @@ class Annealing:
         Returns:
             False when it was stopped.
         """
-        timeline, draw = self.timeline, self._random.random
+        evaluator, draw = self.evaluator, self._random.random
         average = self._average
         cooling = (_COLD / hot) ** (1.0 / moves)
         temperature = hot * average
@@ -101,28 +101,28 @@ class Annealing:
                 if move > _LIGHT * moves:
                     penalty *= heavier
                 if not move % _RESPREAD_EVERY:
-                    timeline.load(timeline.sequence())
+                    evaluator.load(evaluator.sequence())
                     over = self.overflow()
             temperature *= cooling
-            before = timeline.cost
+            before = evaluator.cost
             if not self._change(draw()):
-                timeline.undo()
+                evaluator.undo()
                 continue
             after = self.overflow()
-            worse = timeline.cost - before + penalty * (after - over)
+            worse = evaluator.cost - before + penalty * (after - over)
             if worse <= 0 or draw() < math.exp(-worse / temperature):
-                timeline.commit()
+                evaluator.commit()
                 over = after
                 self._note(over)
             else:
-                timeline.undo()
+                evaluator.undo()
         return True
 
     def _note(self, over: float) -> None:
         """Keeps the sequence if it is the best so far."""
-        if not over and self.timeline.cost < self.best_cost - 1e-9 * self._average:
-            self.best_cost = self.timeline.cost
-            self.best = self.timeline.sequence()
+        if not over and self.evaluator.cost < self.best_cost - 1e-9 * self._average:
+            self.best_cost = self.evaluator.cost
+            self.best = self.evaluator.sequence()
 
     def _change(self, kind: float) -> bool:
         """Tries one change; False when the one that was drawn cannot be made."""
@@ -135,13 +135,13 @@ class Annealing:
 
     def _move(self, node: int) -> bool:
         """Takes a run of the node to another slot: anywhere, nearby, or to either end of where it may stand."""
-        timeline, draw = self.timeline, self._random.random
-        runs, uses = timeline.runs[node], timeline.uses[node]
+        evaluator, draw = self.evaluator, self._random.random
+        runs, uses = evaluator.runs[node], evaluator.uses[node]
         k = int(draw() * len(runs)) if len(runs) > 1 else 0
         slot = runs[k]
-        timeline.remove(node, slot)
+        evaluator.remove(node, slot)
         low = self._earliest(node)
-        high = uses[0] if uses and (not runs or runs[0] > uses[0]) else timeline.size
+        high = uses[0] if uses and (not runs or runs[0] > uses[0]) else evaluator.size
         if self._keep_order:
             low, high = self._between_neighbors(node, k, low, high)
         if low >= high:
@@ -160,55 +160,57 @@ class Annealing:
 
         At times the use is the first behind the peak, so that the value is not held over it.
         """
-        timeline, draw = self.timeline, self._random.random
-        uses = timeline.uses[node]
+        evaluator, draw = self.evaluator, self._random.random
+        uses = evaluator.uses[node]
         if not uses or not self._recomputable[node]:
             return False
         i = int(draw() * len(uses))
         if draw() < _AT_PEAK:
-            i = bisect_left(uses, int(timeline.memory.argmax()) + 1)
+            i = bisect_left(uses, int(evaluator.memory.argmax()) + 1)
             if not 0 < i < len(uses):
                 return False
-        low, high = max(uses[i - 1] if i else 0, timeline.runs[node][0]) + 1, uses[i]
+        low, high = max(uses[i - 1] if i else 0, evaluator.runs[node][0]) + 1, uses[i]
         if low >= high:
             return False
         if not self._insert(node, low, high, high - 1 if draw() < 0.5 else low + int(draw() * (high - low))):
             return False
         if draw() < _CHAIN:
-            self._add_inputs(node, timeline.inserted)
+            self._add_inputs(node, evaluator.inserted)
         return True
 
     def _add_inputs(self, node: int, slot: int) -> None:
         """Computes some of the inputs that the run at `slot` would hold longer anew: on average one at most."""
-        timeline, draw = self.timeline, self._random.random
+        evaluator, draw = self.evaluator, self._random.random
         likely = min(0.5, 1.0 / max(1, len(self._graph.deps[node])))
         for dep in self._graph.deps[node]:
-            low = timeline.previous(dep, slot) + 1
+            low = evaluator.previous(dep, slot) + 1
             if self._recomputable[dep] and slot - low > _HELD_SLOTS and draw() < likely:
-                target = timeline.last_empty(low, slot)
+                target = evaluator.last_empty(low, slot)
                 if target >= 0:
-                    timeline.insert(dep, target)
+                    evaluator.insert(dep, target)
                     self._add_inputs(dep, target)
 
     def _drop(self) -> bool:
         """Leaves out a run of a node that runs more than once, but not the first if that one is used."""
-        timeline, draw = self.timeline, self._random.random
-        if not timeline.again:
+        evaluator, draw = self.evaluator, self._random.random
+        if not evaluator.again:
             return False
-        node = timeline.again[int(draw() * len(timeline.again))]
-        runs, uses = timeline.runs[node], timeline.uses[node]
+        node = evaluator.again[int(draw() * len(evaluator.again))]
+        runs, uses = evaluator.runs[node], evaluator.uses[node]
         first_stays = self._keep_order or (uses and uses[0] < runs[1])
-        timeline.remove(node, runs[1 + int(draw() * (len(runs) - 1))] if first_stays else runs[int(draw() * len(runs))])
+        evaluator.remove(
+            node, runs[1 + int(draw() * (len(runs) - 1))] if first_stays else runs[int(draw() * len(runs))]
+        )
         return True
 
     def _earliest(self, node: int) -> int:
         """The first slot behind the first runs of all that the node reads."""
-        runs = self.timeline.runs
+        runs = self.evaluator.runs
         return 1 + max((runs[dep][0] for dep in self._graph.deps[node]), default=-1)
 
     def _between_neighbors(self, node: int, k: int, low: int, high: int) -> tuple[int, int]:
         """Bounds within which the move of the k-th run leaves first runs in the graph's order."""
-        runs = self.timeline.runs
+        runs = self.evaluator.runs
         if k:
             return max(low, runs[node][0] + 1), high
         before = runs[node - 1][0] + 1 if node else 0
@@ -217,14 +219,14 @@ class Annealing:
 
     def _insert(self, node: int, low: int, high: int, target: int) -> bool:
         """Inserts a run at the empty slot of low..high-1 that is next to the target, at first looking one way."""
-        timeline = self.timeline
+        evaluator = self.evaluator
         if self._random.random() < 0.5:
-            slot = timeline.first_empty(target, high)
-            slot = slot if slot >= 0 else timeline.last_empty(low, target)
+            slot = evaluator.first_empty(target, high)
+            slot = slot if slot >= 0 else evaluator.last_empty(low, target)
         else:
-            slot = timeline.last_empty(low, target + 1)
-            slot = slot if slot >= 0 else timeline.first_empty(target, high)
+            slot = evaluator.last_empty(low, target + 1)
+            slot = slot if slot >= 0 else evaluator.first_empty(target, high)
         if slot < 0:
             return False
-        timeline.insert(node, slot)
+        evaluator.insert(node, slot)
         return True

@@ -14,9 +14,9 @@ from checkmate_tf.core.graph import Graph, permuted
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.core.schedule import SequenceSchedule, first_runs
 from checkmate_tf.solvers.base import Clock, EvaluatedSchedule, Pool, Recorder
-from checkmate_tf.solvers.course import Course
 from checkmate_tf.solvers.local_search import ALL_PASSES, ANY_ORDER, REFINING_PASSES, LocalSearchSolver
 from checkmate_tf.solvers.milp import solve_exactly
+from checkmate_tf.solvers.portfolio import Portfolio
 from checkmate_tf.solvers.stages import StagesSolver
 
 _EXACT_NODES = 40
@@ -43,19 +43,19 @@ class AutoSolver(StagesSolver):
         INFEASIBLE is proven for the graph's order (for small graphs of all schedules, else of forward-once
         ones); for graphs without a backward pass, whose order may change, for any order.
         """
-        course, keep_order = Course(options), options.keep_order or self._has_one_order
+        portfolio, keep_order = Portfolio(options), options.keep_order or self._has_one_order
         if self.graph.is_gradient.any() or keep_order:
-            self._in_order(budget_bytes, course, _IN_ORDER_SHARE)
-            settled = course.closed() or course.infeasible()
-            if not (settled if keep_order else self._least_cost(course)):
-                self._refine(budget_bytes, course)
-            infeasible = course.infeasible()
+            self._in_order(budget_bytes, portfolio, _IN_ORDER_SHARE)
+            settled = portfolio.closed() or portfolio.infeasible()
+            if not (settled if keep_order else self._least_cost(portfolio)):
+                self._refine(budget_bytes, portfolio)
+            infeasible = portfolio.infeasible()
         else:
-            course.take(self._local_search.solve(budget_bytes, course.next_options(_ANNEAL_SHARE)))
-            infeasible = course.infeasible(ANY_ORDER)
-            if not (infeasible or self._least_cost(course)):
-                self._in_found_order(budget_bytes, course)
-        return course.solution(self.name, infeasible=infeasible)
+            portfolio.take(self._local_search.solve(budget_bytes, portfolio.next_options(_ANNEAL_SHARE)))
+            infeasible = portfolio.infeasible(ANY_ORDER)
+            if not (infeasible or self._least_cost(portfolio)):
+                self._in_found_order(budget_bytes, portfolio)
+        return portfolio.solution(self.name, infeasible=infeasible)
 
     def front(self) -> tuple[EvaluatedSchedule, ...]:
         """See Solver.front."""
@@ -64,40 +64,40 @@ class AutoSolver(StagesSolver):
             both.add(schedule)
         return both.front()
 
-    def _least_cost(self, course: Course) -> bool:
+    def _least_cost(self, portfolio: Portfolio) -> bool:
         """Whether nothing is recomputed, so that no order can be better."""
-        return course.cost <= self.graph.total_cost * (1 + _PROVEN)
+        return portfolio.cost <= self.graph.total_cost * (1 + _PROVEN)
 
-    def _refine(self, budget_bytes: int, course: Course) -> None:
+    def _refine(self, budget_bytes: int, portfolio: Portfolio) -> None:
         """Anneals from the best schedule, or from the smallest while none is within the budget."""
-        found = course.schedule is not None
-        start = course.schedule if found else self.pool.smallest().to_schedule(self.graph)
-        options = dataclasses.replace(course.next_options(1.0), hint=start)
+        found = portfolio.schedule is not None
+        start = portfolio.schedule if found else self.pool.smallest().to_schedule(self.graph)
+        options = dataclasses.replace(portfolio.next_options(1.0), hint=start)
         passes = REFINING_PASSES if found else ALL_PASSES
-        stalled = 1 if course.closed(_CLOSE) else len(passes)
-        course.take(self._local_search.search(budget_bytes, options, passes, stalled))
+        stalled = 1 if portfolio.closed(_CLOSE) else len(passes)
+        portfolio.take(self._local_search.search(budget_bytes, options, passes, stalled))
 
-    def _in_order(self, budget_bytes: int, course: Course, share: float) -> None:
+    def _in_order(self, budget_bytes: int, portfolio: Portfolio, share: float) -> None:
         """Stages, and Checkmate's own program on what is small enough."""
         exact = self.graph.n <= _EXACT_NODES
-        found = super().solve(budget_bytes, course.next_options(0.5 * share if exact else share))
-        course.take(found)
+        found = super().solve(budget_bytes, portfolio.next_options(0.5 * share if exact else share))
+        portfolio.take(found)
         if not exact or (found.bound_of == "checkmate" and found.status is Status.OPTIMAL):
             return
-        options = course.next_options(share)
+        options = portfolio.next_options(share)
         clock = Clock(min(_EXACT_LIMIT_S, options.time_limit_s))
         recorder = Recorder(self.pool, budget_bytes, clock, options)
         status = solve_exactly(self.evaluator, budget_bytes, recorder, options)
         clock.phase("exact")
-        course.take(self._solution(recorder, clock, status=status, bound_of="checkmate"))
+        portfolio.take(self._solution(recorder, clock, status=status, bound_of="checkmate"))
 
-    def _in_found_order(self, budget_bytes: int, course: Course) -> None:
+    def _in_found_order(self, budget_bytes: int, portfolio: Portfolio) -> None:
         """Stages on the graph in the order of the best schedule; the bounds are for that order alone."""
-        best = course.schedule
+        best = portfolio.schedule
         if best is None or best.keeps_order(self.graph):
-            self._in_order(budget_bytes, course, 1.0)
+            self._in_order(budget_bytes, portfolio, 1.0)
             return
         order = first_runs(best.sequence())
-        found = StagesSolver(permuted(self.graph, order.tolist())).solve(budget_bytes, course.next_options(1.0))
+        found = StagesSolver(permuted(self.graph, order.tolist())).solve(budget_bytes, portfolio.next_options(1.0))
         schedule = None if found.schedule is None else SequenceSchedule(order[found.schedule.sequence()])
-        course.take(dataclasses.replace(found, schedule=schedule, bound=None, bound_of="", bounds=()))
+        portfolio.take(dataclasses.replace(found, schedule=schedule, bound=None, bound_of="", bounds=()))

@@ -21,9 +21,9 @@ from checkmate_tf.solvers.base import Clock, Recorder, Solver
 from checkmate_tf.solvers.linear import Outcome
 from checkmate_tf.solvers.relaxation import Relaxation
 from checkmate_tf.solvers.rounding import round_relaxation
-from checkmate_tf.solvers.scope import Restrictions, Scope, build_scope
 from checkmate_tf.solvers.stage_model import StageModel, build_stage_model
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
+from checkmate_tf.solvers.variable_domain import Restrictions, VariableDomain, build_domain
 
 _EPS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
 _WINDOWS = (3, 5, 8, 12, 20, None)
@@ -56,8 +56,8 @@ class LpRoundingSolver(Solver[StagedSchedule]):
         if self.graph.n > _LARGEST:
             clock.phase("too large")
             return self._solution(recorder, clock)
-        restrictions, scope = self._widest()
-        model = build_stage_model(self.graph, restrictions, scope)
+        restrictions, domain = self._widest()
+        model = build_stage_model(self.graph, restrictions, domain)
         clock.phase("build")
         relaxation = Relaxation(model, budget_bytes)
         random = np.random.default_rng(options.seed)
@@ -82,16 +82,16 @@ class LpRoundingSolver(Solver[StagedSchedule]):
             bound_of=restrictions.model_name(),
         )
 
-    def _widest(self) -> tuple[Restrictions, Scope]:
+    def _widest(self) -> tuple[Restrictions, VariableDomain]:
         """The widest window whose model is not too large, or the narrowest."""
         forward_once = bool(self.graph.is_gradient.any())
-        tried: list[tuple[Restrictions, Scope]] = []
+        tried: list[tuple[Restrictions, VariableDomain]] = []
         for window in _WINDOWS:
             restrictions = Restrictions(window=window, forward_once=forward_once)
-            scope = build_scope(self.graph, restrictions)
-            if tried and scope.again.sum() > _PLACES:
+            domain = build_domain(self.graph, restrictions)
+            if tried and domain.again.sum() > _PLACES:
                 break
-            tried.append((restrictions, scope))
+            tried.append((restrictions, domain))
         return tried[-1]
 
     def _roundings(
@@ -113,4 +113,4 @@ class RandomLpRoundingSolver(LpRoundingSolver):
     ) -> Iterator[StagedSchedule]:
         for _ in range(_DRAWS):
             rounded = (random.random(model.num_columns) < relaxed_x).astype(float)
-            yield self._evaluator.evaluate(model.scope.blocks, model.held_masks(rounded))
+            yield self._evaluator.evaluate(model.domain.blocks, model.held_masks(rounded))

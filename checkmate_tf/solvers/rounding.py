@@ -33,4 +33,4 @@ def round_relaxation(
         key = tuple(held)
         if key not in seen:
             seen.add(key)
-            yield evaluator.evaluate(model.scope.blocks, held, within)
+            yield evaluator.evaluate(model.domain.blocks, held, within)

@@ -109,7 +109,7 @@ class Search:
         self._relaxed_x, self._budget_bytes = relaxed_x, budget_bytes
         self._recorder, self._options, self._clock = recorder, options, recorder.clock
         self._within = model.within()
-        self._never = mask_of(np.nonzero(model.scope.never_held)[0])
+        self._never = mask_of(np.nonzero(model.domain.never_held)[0])
         self._random = np.random.default_rng(options.seed)
         self._sizes = _Sizes()
         self._noise_s = 0.0
@@ -155,7 +155,7 @@ class Search:
     def _express(self, schedule: StagedSchedule) -> StagedSchedule | None:
         """The schedule on the model's blocks, recomputing only what its windows allow."""
         held_into = {first: mask for (first, _), mask in zip(schedule.blocks, schedule.held, strict=True)}
-        blocks = self._model.scope.blocks
+        blocks = self._model.domain.blocks
         if any(first not in held_into for first, _ in blocks):
             return None
         held = [held_into[first] & ~self._never for first, _ in blocks]
@@ -224,8 +224,8 @@ class Search:
         """A run of stages; around the peak while the budget is exceeded."""
         stage_of = self._model.stage_of
         if self._current.peak_bytes <= self._budget_bytes:
-            return self._window(stage_of, self._model.scope.num_stages, self._sizes.stages, random)
-        width = max(4, int(self._sizes.stages * self._model.scope.num_stages))
+            return self._window(stage_of, self._model.domain.num_stages, self._sizes.stages, random)
+        width = max(4, int(self._sizes.stages * self._model.domain.num_stages))
         first = self._current.peak_stage - int(random.integers(width))
         return (stage_of >= first) & (stage_of < first + width)
 
@@ -245,7 +245,7 @@ class Search:
         elif fits:
             by_node = random.random() < 0.5
             position = model.node_of if by_node else model.stage_of
-            count = model.graph.forward_end if by_node else model.scope.num_stages
+            count = model.graph.forward_end if by_node else model.domain.num_stages
             fixed = ~self._window(position, count, 0.5, random), x
         began = time.perf_counter()
         limit_s = min(self._round_limit_s, self._clock.left_s)
@@ -267,7 +267,7 @@ class Search:
         found = None
         if answer.x is not None:
             held = self._model.held_masks(near.decisions(answer.x))
-            found = self._evaluator.evaluate(self._model.scope.blocks, held, self._within)
+            found = self._evaluator.evaluate(self._model.domain.blocks, held, self._within)
         seconds = time.perf_counter() - began
         _LOG.debug(
             "%.1f s: %s, %d free, %d rows, %s in %.2f s, cost %.5f, %.6f of the budget",

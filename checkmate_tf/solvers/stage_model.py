@@ -43,8 +43,8 @@ from checkmate_tf.solvers.linear import (
     SparseRows,
     stack_rows,
 )
-from checkmate_tf.solvers.scope import Restrictions, Scope, build_scope
 from checkmate_tf.solvers.staged import StagedSchedule, masks_from_rows, rows_from_masks
+from checkmate_tf.solvers.variable_domain import Restrictions, VariableDomain, build_domain
 
 _SLACK = 1e-8  # of all bytes
 
@@ -56,7 +56,7 @@ class StageModel:
     Attributes:
         graph: What it plans.
         restrictions: What it leaves out.
-        scope: Where its variables are.
+        domain: Where its variables are.
         held: int (T + 1, n). Code of S[t,i]: a column, ONE or ZERO.
         present: int (T, n). Code of P[t,i].
         logic: Rows (1) to (3).
@@ -74,7 +74,7 @@ class StageModel:
 
     graph: Graph
     restrictions: Restrictions
-    scope: Scope
+    domain: VariableDomain
     held: np.ndarray
     present: np.ndarray
     logic: SparseRows
@@ -112,7 +112,7 @@ class StageModel:
 
     def within(self) -> list[int]:
         """Per stage, the nodes that may be recomputed, as bit sets."""
-        return masks_from_rows(self.scope.again)
+        return masks_from_rows(self.domain.again)
 
     def linear_model(self, budget_bytes: float, *, cut: bool = True) -> LinearModel:
         """The whole program; columns V follow the decisions. Cuts are its last rows, unless they are left out."""
@@ -150,7 +150,7 @@ class StageModel:
         columns = np.full(self.num_columns + self.num_places, AT_UPPER)
         rows = np.full(self.logic.num_rows + self.num_places + self.cuts.num_rows, BASIC)
         at = self._held_or_recomputed()
-        unheld = self.scope.again & (self.present >= 0) & (self.held[:-1] == ZERO)
+        unheld = self.domain.again & (self.present >= 0) & (self.held[:-1] == ZERO)
         columns[self.present[unheld]] = AT_LOWER
         alive, stage, node, _ = self.alive_column
         columns[alive[self.held[stage + 1, node] == ZERO]] = AT_LOWER
@@ -162,7 +162,7 @@ class StageModel:
 
     def _held_or_recomputed(self) -> np.ndarray:
         """Places of rows (1), the first of `logic`."""
-        places: np.ndarray = self.scope.again & (self.present != ONE) & (self.held[:-1] != ZERO)
+        places: np.ndarray = self.domain.again & (self.present != ONE) & (self.held[:-1] != ZERO)
         return places
 
     def integer(self) -> np.ndarray:
@@ -199,15 +199,15 @@ class StageModel:
         return masks_from_rows(values[self.held[:-1]] >= threshold)
 
 
-def build_stage_model(graph: Graph, restrictions: Restrictions, scope: Scope | None = None) -> StageModel:
+def build_stage_model(graph: Graph, restrictions: Restrictions, domain: VariableDomain | None = None) -> StageModel:
     """Builds the program from arrays, without a Python object per term.
 
     Args:
         graph: To plan.
         restrictions: What to leave out.
-        scope: Of the same graph and restrictions, if it is at hand.
+        domain: Of the same graph and restrictions, if it is at hand.
     """
-    return _Builder(graph, restrictions, scope or build_scope(graph, restrictions)).build()
+    return _Builder(graph, restrictions, domain or build_domain(graph, restrictions)).build()
 
 
 def _scaled_sizes(graph: Graph, unit_bytes: float) -> tuple[np.ndarray, np.ndarray]:
@@ -223,15 +223,15 @@ def _lowered(values: np.ndarray) -> np.ndarray:
 
 
 class _Builder:
-    def __init__(self, graph: Graph, restrictions: Restrictions, scope: Scope):
+    def __init__(self, graph: Graph, restrictions: Restrictions, domain: VariableDomain):
         self.graph = graph
         self.restrictions = restrictions
-        self.scope = scope
+        self.domain = domain
         self.unit_bytes = max(1.0, float(graph.out_bytes.sum()), float(np.abs(graph.workspace_bytes).max(initial=0)))
         self.unit_cost = graph.total_cost or 1.0
         self.bytes, self.workspace = _scaled_sizes(graph, self.unit_bytes)
         self.block_of = np.zeros(graph.n, np.int64)
-        for t, (first, end) in enumerate(self.scope.blocks):
+        for t, (first, end) in enumerate(self.domain.blocks):
             self.block_of[first:end] = t
         self.stage_of: list[np.ndarray] = []
         self.node_of: list[np.ndarray] = []
@@ -255,7 +255,7 @@ class _Builder:
         return StageModel(
             self.graph,
             self.restrictions,
-            self.scope,
+            self.domain,
             self.held,
             self.present,
             self.logic.finish(columns),
@@ -282,12 +282,12 @@ class _Builder:
 
     def _place_held(self) -> None:
         """S[t,i] for useful values; one column through stages that cannot touch the value."""
-        scope, n, stages = self.scope, self.graph.n, self.scope.num_stages
-        must = np.logical_or.accumulate(scope.reads[::-1], axis=0)[::-1] & ~scope.recomputable & scope.useful
-        passes = scope.useful & ~scope.reach
+        domain, n, stages = self.domain, self.graph.n, self.domain.num_stages
+        must = np.logical_or.accumulate(domain.reads[::-1], axis=0)[::-1] & ~domain.recomputable & domain.useful
+        passes = domain.useful & ~domain.reach
         same = np.zeros((stages, n), bool)
-        same[1:] = passes[:-1] & scope.useful[1:]
-        fresh = scope.useful & ~must & ~scope.never_held & ~same
+        same[1:] = passes[:-1] & domain.useful[1:]
+        fresh = domain.useful & ~must & ~domain.never_held & ~same
         self.held = np.full((stages + 1, n), ZERO, np.int64)
         self.held[:-1][must] = ONE
         at = np.nonzero(fresh)
@@ -297,16 +297,16 @@ class _Builder:
 
     def _place_present(self) -> None:
         """P[t,i]: 1 in its own block and where the block reads it, S where it cannot be recomputed."""
-        scope = self.scope
-        self.present = np.where(scope.useful, self.held[:-1], ZERO)
+        domain = self.domain
+        self.present = np.where(domain.useful, self.held[:-1], ZERO)
         self.present[self.block_of, np.arange(self.graph.n)] = ONE
-        self.present[scope.again & scope.reads] = ONE
-        free = scope.again & ~scope.reads
+        self.present[domain.again & domain.reads] = ONE
+        free = domain.again & ~domain.reads
         self.present[free] = self._columns(*np.nonzero(free))
 
     def _place_computations(self) -> None:
         """Numbers the computations q in order of execution."""
-        runs = self.scope.again.copy()
+        runs = self.domain.again.copy()
         runs[self.block_of, np.arange(self.graph.n)] = True
         stages, nodes = np.nonzero(runs)
         self.place = stages, nodes
@@ -316,7 +316,7 @@ class _Builder:
 
     def _recomputation_needs_no_value_held(self) -> None:
         """(1) S <= P."""
-        at = self.scope.again & (self.present != ONE) & (self.held[:-1] != ZERO)
+        at = self.domain.again & (self.present != ONE) & (self.held[:-1] != ZERO)
         rows = self.logic.new(int(at.sum()), -np.inf, 0.0)
         self.logic.add(rows, self.held[:-1][at], 1.0)
         self.logic.add(rows, self.present[at], -1.0)
@@ -338,15 +338,15 @@ class _Builder:
 
     def _follow_value(self, node: int) -> None:
         """(2), (3) and the releases of (4) for one value, from its last use in each stage back to its first."""
-        scope, users = self.scope, self.graph.users[node]
-        stages = np.nonzero(scope.reach[:, node])[0]
+        domain, users = self.domain, self.graph.users[node]
+        stages = np.nonzero(domain.reach[:, node])[0]
         stages = np.concatenate([[self.block_of[node]], stages[stages > self.block_of[node]]])
         alive = self.held[stages + 1, node].copy()
         self._release_after_block(node, users, stages, alive)
         present = self.present[stages, node]
         if not users:
             return
-        again = scope.again[stages][:, list(users)]
+        again = domain.again[stages][:, list(users)]
         first = np.argmax(again, axis=1)
         for p in range(len(users) - 1, -1, -1):
             if again[:, p].any():
@@ -406,13 +406,13 @@ class _Builder:
         cuts = Rows()
         if not self.restrictions.used_at_once:
             return cuts
-        stage, node = np.nonzero(self.scope.again & ~self.scope.reads)
-        row_of = np.full(self.scope.again.shape, -1, np.int64)
+        stage, node = np.nonzero(self.domain.again & ~self.domain.reads)
+        row_of = np.full(self.domain.again.shape, -1, np.int64)
         row_of[stage, node] = rows = cuts.new(len(stage), -np.inf, 0.0)
         cuts.add(rows, self.present[stage, node], 1.0)
         cuts.add(rows, self.held[stage, node], -1.0)
         for user, deps in enumerate(self.graph.deps):
-            stages = np.nonzero(self.scope.again[:, user])[0]
+            stages = np.nonzero(self.domain.again[:, user])[0]
             for dep in deps:
                 at = stages[row_of[stages, dep] >= 0]
                 cuts.add(row_of[at, dep], self.present[at, user], -1.0)
@@ -421,7 +421,7 @@ class _Builder:
 
     def _objective(self) -> None:
         """sum C_i (P - S) on top of one run of every node."""
-        stage, node = np.nonzero(self.scope.again)
+        stage, node = np.nonzero(self.domain.again)
         unit = self.graph.cost[node] / self.unit_cost
         self.cost = np.zeros(self.num_columns)
         self.cost_constant = self.graph.total_cost / self.unit_cost

@@ -21,7 +21,6 @@ from checkmate_tf.solvers.base import Clock, Recorder, Solver
 from checkmate_tf.solvers.chain_bound import chain_bound
 from checkmate_tf.solvers.cuts import cut_schedules
 from checkmate_tf.solvers.eviction import evicting_schedules, small_schedules
-from checkmate_tf.solvers.instant import BOUND_OF, least_cost
 from checkmate_tf.solvers.large import LARGE, improve
 from checkmate_tf.solvers.linear import (
     Engine,
@@ -35,11 +34,12 @@ from checkmate_tf.solvers.linear import (
 from checkmate_tf.solvers.neighborhood import build_neighborhood
 from checkmate_tf.solvers.relaxation import BOUND_SLACK, Relaxation, Relaxed
 from checkmate_tf.solvers.rounding import round_relaxation
-from checkmate_tf.solvers.scope import Restrictions, Scope, build_scope
 from checkmate_tf.solvers.search import Search
+from checkmate_tf.solvers.single_step_bound import BOUND_OF, least_cost
 from checkmate_tf.solvers.stage_model import StageModel, build_stage_model
 from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
 from checkmate_tf.solvers.starts import add_starts, start_schedules
+from checkmate_tf.solvers.variable_domain import Restrictions, VariableDomain, build_domain
 
 _LOG = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class StagesSolver(Solver[StagedSchedule]):
         self._least_bytes = int(needed_bytes(graph, gradients_once=True).max(initial=0))
         self._relaxations: dict[Restrictions, Relaxation] = {}
         self._infeasible_bytes: dict[Restrictions, int] = {}
-        self._scopes: dict[Restrictions, Scope] = {}
+        self._domains: dict[Restrictions, VariableDomain] = {}
 
     def solve(self, budget_bytes: int, options: Options) -> Solution:
         """See Solver.solve. INFEASIBLE is proven for forward-once schedules only."""
@@ -189,7 +189,7 @@ class StagesSolver(Solver[StagedSchedule]):
         """A search without a relaxation to guide it, on a model that reaches small peaks."""
         wide = _WIDE if self.graph.is_gradient.any() else _PER_NODE
         restrictions = next(r for r in wide if self._places(r) <= _QUICK or r == wide[-1])
-        model = build_stage_model(self.graph, restrictions, self._scope(restrictions))
+        model = build_stage_model(self.graph, restrictions, self._domain(restrictions))
         return Search(model, self.evaluator, None, None, budget_bytes, recorder, options)
 
     def _seed(self, options: Options) -> None:
@@ -228,12 +228,12 @@ class StagesSolver(Solver[StagedSchedule]):
                 yield models[k]
 
     def _places(self, restrictions: Restrictions) -> int:
-        return int(self._scope(restrictions).again.sum())
+        return int(self._domain(restrictions).again.sum())
 
-    def _scope(self, restrictions: Restrictions) -> Scope:
-        if restrictions not in self._scopes:
-            self._scopes[restrictions] = build_scope(self.graph, restrictions)
-        return self._scopes[restrictions]
+    def _domain(self, restrictions: Restrictions) -> VariableDomain:
+        if restrictions not in self._domains:
+            self._domains[restrictions] = build_domain(self.graph, restrictions)
+        return self._domains[restrictions]
 
     def _relax(self, budget_bytes: int, clock: Clock) -> tuple[Restrictions, Relaxed]:
         """Solves the relaxation of the first model that the budget does not make infeasible."""
@@ -288,7 +288,7 @@ class StagesSolver(Solver[StagedSchedule]):
 
     def _relaxation(self, restrictions: Restrictions, budget_bytes: int) -> Relaxation:
         if restrictions not in self._relaxations:
-            model = build_stage_model(self.graph, restrictions, self._scope(restrictions))
+            model = build_stage_model(self.graph, restrictions, self._domain(restrictions))
             self._relaxations[restrictions] = Relaxation(model, budget_bytes)
         return self._relaxations[restrictions]
 
@@ -337,7 +337,7 @@ class StagesSolver(Solver[StagedSchedule]):
             recorder.raise_bound((answer.bound + model.cost_constant - BOUND_SLACK) * model.unit_cost)
         if answer.x is not None:
             held = model.held_masks(answer.x[: model.num_columns])
-            recorder.offer(self.evaluator.evaluate(model.scope.blocks, held, model.within()))
+            recorder.offer(self.evaluator.evaluate(model.domain.blocks, held, model.within()))
 
     def _round(
         self,

@@ -43,9 +43,13 @@ class Builder:
         self.tensors.append((len(self.ops), size, len(self.tensors), True))
         return self._finish((), len(self.tensors) - 1, **more)[0]
 
-    def _finish(self, reads, first, *, kind="Op", controls=(), takes=(), once=False, gradient=False) -> list[int]:
+    def _finish(
+        self, reads, first, *, kind="Op", controls=(), takes=(), has_side_effects=False, gradient=False
+    ) -> list[int]:
         outputs = tuple(range(first, len(self.tensors)))
-        self.ops.append((kind, tuple(reads), tuple(sorted(controls)), outputs, tuple(takes), once, gradient))
+        self.ops.append(
+            (kind, tuple(reads), tuple(sorted(controls)), outputs, tuple(takes), has_side_effects, gradient)
+        )
         return list(outputs)
 
     def build(self, results=(), pairs=None, passes=None) -> OpGraph:
@@ -61,8 +65,8 @@ class Builder:
             tensor_bytes=np.array(size, dtype=np.int64),
             storage=np.array(storage, dtype=np.int64),
             persistent=np.array(persistent, dtype=bool),
-            takeover=takes,
-            once=np.array(once, dtype=bool),
+            forwarding=takes,
+            has_side_effects=np.array(once, dtype=bool),
             is_gradient=np.array(gradient, dtype=bool),
             results=tuple(results),
             pairs=pairs or {},
@@ -74,7 +78,7 @@ class Builder:
 
 @st.composite
 def op_graphs(draw, most_ops=12) -> OpGraph:
-    """Aliases, persistent tensors, takeovers, updates that wait for readers, several outputs, empty tensors."""
+    """Aliases, persistent tensors, forwarding, updates that wait for readers, several outputs, empty tensors."""
     made = Builder()
     n = draw(st.integers(1, most_ops))
     turns = draw(st.lists(st.integers(0, n), max_size=3))  # from forward to backward, or back
@@ -95,7 +99,7 @@ def op_graphs(draw, most_ops=12) -> OpGraph:
         sizes = draw(st.lists(st.sampled_from(SIZES), min_size=0 if kind == "once" else 1, max_size=3))
         takes = draw(st.lists(st.sampled_from(reads), max_size=2, unique=True)) if reads and sizes else []
         waits = waits if kind == "once" else []
-        made.add(reads, sizes, controls=waits, takes=takes, once=kind == "once", gradient=gradient)
+        made.add(reads, sizes, controls=waits, takes=takes, has_side_effects=kind == "once", gradient=gradient)
     tensors = range(len(made.tensors))
     results = draw(st.lists(st.sampled_from(tensors), max_size=2, unique=True)) if tensors else ()
     return made.build(results, passes=np.array([sum(turn <= op for turn in turns) // 2 for op in range(n)]))
@@ -106,10 +110,10 @@ def op_sequences(draw, graph: OpGraph) -> list[int]:
     """Op order with reruns; nothing that an update waited for is run again after it."""
     sequence, closed = [], set()
     for op in range(graph.n):
-        again = [k for k in range(op) if not graph.once[k] and k not in closed]
+        again = [k for k in range(op) if not graph.has_side_effects[k] and k not in closed]
         sequence += draw(st.lists(st.sampled_from(again), max_size=3)) if again else []
         sequence.append(op)
-        if graph.once[op]:
+        if graph.has_side_effects[op]:
             closed |= set(graph.controls[op])
     return sequence
 
@@ -191,7 +195,7 @@ def _taken_over(graph, op, step, buffer, read) -> int:
     target = graph.outputs[op][0]
     if graph.storage[target] != target:
         return 0
-    for t in graph.takeover[op]:
+    for t in graph.forwarding[op]:
         b = read[graph.inputs[op].index(t)]
         dies = b.last == step and sum(other is b for other in read) == 1
         if dies and b.nbytes == buffer[step, target].nbytes:

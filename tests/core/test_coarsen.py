@@ -179,7 +179,7 @@ def update_after_reader():
     variable = made.hold(4)
     (x,) = made.add([variable], [8])  # op 1
     (y,) = made.add([x], [8])  # op 2
-    made.add([y], once=True, gradient=True, controls=[1])  # op 3: the update
+    made.add([y], has_side_effects=True, gradient=True, controls=[1])  # op 3: the update
     made.add([y], [1], gradient=True, controls=[3])  # op 4
     made.add([x, y], [8], gradient=True)  # op 5
     return made.build()
@@ -199,9 +199,9 @@ def test_updates_stay_where_nothing_reads_later():
 def test_an_update_waits_for_a_reader_that_waits_for_another_update():
     made = Builder()
     (x,) = made.add(makes=[8])  # op 0, reads the first variable
-    made.add(once=True, controls=[0])  # op 1: updates the first variable
+    made.add(has_side_effects=True, controls=[0])  # op 1: updates the first variable
     (y,) = made.add(makes=[8], controls=[1])  # op 2 reads the second variable, behind the first update
-    made.add([y], once=True, controls=[2])  # op 3 updates the second variable
+    made.add([y], has_side_effects=True, controls=[2])  # op 3 updates the second variable
     made.add([x], [8], gradient=True)  # op 4
     graph = made.build()
     sequence = delay_updates(graph, [0, 1, 2, 3, 2, 0, 4])
@@ -282,7 +282,7 @@ def optimizer_update(*, reads_forward=False):
     (square,) = made.add([gradient], [8], gradient=True)
     (root,) = made.add([square], [8], takes=[square], gradient=True)
     (ratio,) = made.add([gradient, root, *([x] if reads_forward else [])], [8], takes=[root], gradient=True)
-    made.add([ratio], once=True, gradient=True)
+    made.add([ratio], has_side_effects=True, gradient=True)
     return made.build()
 
 

@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_graphs import Builder, briefly, costs_for, op_graphs, op_sequences
 
-from checkmate_tf import describe
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
-from checkmate_tf.planning.candidate import Candidate
-from checkmate_tf.reporting import KINDS
+from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
+from checkmate_tf.reports import describe
+from checkmate_tf.reports.report import KINDS
 
 BASE = 100
 
 
-def candidate_of(graph, sequence, workspace) -> Candidate:
+def candidate_of(graph, sequence, workspace) -> EvaluatedPlan:
     costs = dataclasses.replace(costs_for(graph), workspace_bytes=np.asarray(workspace))
     plan = compile_plan(graph, sequence)
-    return Candidate(graph, costs, plan, simulate(graph, plan, costs.workspace_bytes), peak_bytes=0, time_s=1.0)
+    return EvaluatedPlan(graph, costs, plan, simulate(graph, plan, costs.workspace_bytes), peak_bytes=0, time_s=1.0)
 
 
 @st.composite

@@ -92,7 +92,7 @@ def test_allocated_bytes_are_those_of_owned_tensors(graph):
     own = [graph.storage[t] == t and not graph.persistent[t] for t in range(len(graph.tensor_bytes))]
     assert graph.op_out_bytes.sum() == graph.tensor_bytes[own].sum()
     assert not graph.op_out_bytes[graph.is_alias].any()
-    assert not (graph.is_alias & graph.once).any()
+    assert not (graph.is_alias & graph.has_side_effects).any()
 
 
 def test_only_ops_that_make_nothing_of_their_own_are_aliases():
@@ -102,7 +102,7 @@ def test_only_ops_that_make_nothing_of_their_own_are_aliases():
     made.alias([empty], [empty])
     made.alias([variable], [variable])
     made.add([variable])
-    made.add([variable], once=True)
+    made.add([variable], has_side_effects=True)
     assert made.build().is_alias.tolist() == [True, False, True, True, False, False]
 
 

@@ -15,8 +15,8 @@ from checkmate_tf.core.simulate import simulate
 from checkmate_tf.errors import GraphError
 
 ORDERS = {
-    "settled": lambda graph: low_peak_order(graph, settle=True),
-    "as they come": lambda graph: low_peak_order(graph, settle=False),
+    "settled": lambda graph: low_peak_order(graph, reorder=True),
+    "as they come": lambda graph: low_peak_order(graph, reorder=False),
     "ready": ready_order,
 }
 
@@ -78,18 +78,18 @@ def backward_pass():
     (dw2,) = made.add([dx], [8], gradient=True)
     (dw1,) = made.add([dx], [8], gradient=True)
     for gradient in (dw3, dw2, dw1):
-        made.add([gradient], once=True, gradient=True)
+        made.add([gradient], has_side_effects=True, gradient=True)
     return made.build()
 
 
 def test_each_update_follows_its_gradient_at_once():
-    order = low_peak_order(backward_pass(), settle=False)
+    order = low_peak_order(backward_pass(), reorder=False)
     assert order == [0, 1, 2, 6, 3, 4, 7, 5, 8]
 
 
 def test_early_updates_lower_the_peak():
     graph = backward_pass()
-    assert peak(graph, low_peak_order(graph, settle=False)) < peak(graph, range(graph.n))
+    assert peak(graph, low_peak_order(graph, reorder=False)) < peak(graph, range(graph.n))
 
 
 def test_a_gradient_that_frees_nothing_waits_for_its_first_reader():
@@ -100,8 +100,8 @@ def test_a_gradient_that_frees_nothing_waits_for_its_first_reader():
     (more,) = made.add([other], [8], gradient=True)
     made.add([more, tile], [1], gradient=True)
     graph = made.build()
-    assert low_peak_order(graph, settle=False) == [0, 1, 2, 3, 4]
-    order = low_peak_order(graph, settle=True)
+    assert low_peak_order(graph, reorder=False) == [0, 1, 2, 3, 4]
+    order = low_peak_order(graph, reorder=True)
     assert order.index(1) == order.index(4) - 1
     assert peak(graph, order) < peak(graph, range(5))
 
@@ -116,7 +116,7 @@ def test_a_gradient_waits_with_what_it_reads_where_that_is_no_more():
     (both,) = made.add([second, summed], [1], gradient=True)
     made.add([third, both], [1], gradient=True)
     graph = made.build()
-    order = low_peak_order(graph, settle=True)
+    order = low_peak_order(graph, reorder=True)
     assert order == [0, 1, 4, 2, 5, 3, 6]
     assert peak(graph, order) == 18 < peak(graph, range(7)) == 32
 
@@ -128,7 +128,7 @@ def test_half_a_gradient_does_not_wait_with_the_whole():
     (deeper,) = made.add([dy], [8], gradient=True)
     (deeper,) = made.add([deeper], [8], gradient=True)
     made.add([deeper, skip], [1], gradient=True)
-    order = low_peak_order(made.build(), settle=True)
+    order = low_peak_order(made.build(), reorder=True)
     assert order.index(1) < order.index(3), "else its input would live through op 3"
 
 
@@ -140,7 +140,7 @@ def test_a_gradient_that_frees_more_than_it_makes_goes_at_once():
     (reduced,) = made.add([dy], [1], gradient=True)
     made.add([other, reduced], [1], gradient=True)
     graph = made.build()
-    order = low_peak_order(graph, settle=True)
+    order = low_peak_order(graph, reorder=True)
     assert order.index(3) == order.index(0) + 1
     assert peak(graph, order) < peak(graph, range(5))
 
@@ -154,17 +154,17 @@ def filters_and_biases(layers: int):
         (weights,) = made.add([gradient], [4], gradient=True)
         pairs[len(made.ops) - 2] = len(made.ops) - 1
         (gradient,) = made.add([gradient], [4], gradient=True)
-        made.add([bias], once=True, gradient=True)
-        made.add([weights], once=True, gradient=True)
+        made.add([bias], has_side_effects=True, gradient=True)
+        made.add([weights], has_side_effects=True, gradient=True)
     graph = made.build()
     return graph, pairs
 
 
-@pytest.mark.parametrize("settle", [False, True])
+@pytest.mark.parametrize("reorder", [False, True])
 @pytest.mark.parametrize("layers", [1, 3])
-def test_pairs_are_adjacent(layers, settle):
+def test_pairs_are_adjacent(layers, reorder):
     graph, pairs = filters_and_biases(layers)
-    order = low_peak_order(_with_pairs(graph, pairs), settle=settle)
+    order = low_peak_order(_with_pairs(graph, pairs), reorder=reorder)
     assert sorted(order) == list(range(graph.n))
     assert all(order.index(after) == order.index(before) + 1 for after, before in pairs.items())
 
@@ -172,7 +172,7 @@ def test_pairs_are_adjacent(layers, settle):
 def test_a_permuted_step_keeps_its_pairs():
     graph, pairs = filters_and_biases(2)
     graph = _with_pairs(graph, pairs)
-    permuted, _ = permute(graph, costs_for(graph), low_peak_order(graph, settle=False))
+    permuted, _ = permute(graph, costs_for(graph), low_peak_order(graph, reorder=False))
     names = {permuted.names[a]: permuted.names[b] for a, b in permuted.pairs.items()}
     assert names == {graph.names[a]: graph.names[b] for a, b in pairs.items()}
 
@@ -182,7 +182,7 @@ def test_a_pair_that_cannot_be_kept_is_reported():
     (a,) = made.add(makes=[1], gradient=True)
     made.add([a], [1], gradient=True)
     with pytest.raises(GraphError, match="op op0 depends on itself"):
-        low_peak_order(made.build(pairs={0: 1}), settle=False)
+        low_peak_order(made.build(pairs={0: 1}), reorder=False)
 
 
 def _with_pairs(graph, pairs):

@@ -20,7 +20,7 @@ def step_graph():
     weight = made.hold(4)  # op 0
     (a,) = made.add([weight], [4])  # op 1
     (b,) = made.add([a], [4])  # op 2
-    made.add([b], [], once=True, controls=[1])  # op 3
+    made.add([b], [], has_side_effects=True, controls=[1])  # op 3
     (c,) = made.add([a, b], [4])  # op 4
     return made.build(results=[c])
 
@@ -102,9 +102,9 @@ def test_any_second_free_is_refused(data):
 @given(st.data())
 def test_any_repeated_side_effect_is_refused(data):
     graph = data.draw(op_graphs())
-    assume(graph.once.any())
+    assume(graph.has_side_effects.any())
     sequence = data.draw(op_sequences(graph))
-    op = data.draw(st.sampled_from(np.flatnonzero(graph.once).tolist()))
+    op = data.draw(st.sampled_from(np.flatnonzero(graph.has_side_effects).tolist()))
     with pytest.raises(InvalidPlan, match=f"op op{op} has side effects and must run once; it runs 2 times"):
         validate(graph, compile_plan(graph, [*sequence, op]))
 
@@ -113,7 +113,7 @@ def test_any_repeated_side_effect_is_refused(data):
 @given(st.data())
 def test_any_side_effect_left_out_is_refused(data):
     graph = data.draw(op_graphs())
-    silent = [k for k in np.flatnonzero(graph.once).tolist() if not graph.outputs[k]]
+    silent = [k for k in np.flatnonzero(graph.has_side_effects).tolist() if not graph.outputs[k]]
     assume(silent)
     op = data.draw(st.sampled_from(silent))
     sequence = [k for k in data.draw(op_sequences(graph)) if k != op]
@@ -143,7 +143,7 @@ def test_a_read_of_a_step_that_makes_something_else_is_refused():
 def test_an_update_before_what_it_waits_for_is_refused():
     made = Builder()
     made.add(makes=[4])
-    made.add(once=True, controls=[0])
+    made.add(has_side_effects=True, controls=[0])
     graph = made.build()
     with pytest.raises(InvalidPlan, match="step 0 .op1. must wait for op0"):
         validate(graph, compile_plan(graph, [1, 0]))

@@ -22,7 +22,7 @@ from keras_models import compiled, sequential
 
 import checkmate_tf
 from checkmate_tf.keras.train_step import planned_training
-from checkmate_tf.pipeline import Settings
+from checkmate_tf.step.pipeline import Settings
 
 SIZE, BATCH = 32, 32
 SPEC = (tf.TensorSpec((BATCH, SIZE, SIZE, 3), tf.float32), tf.TensorSpec((BATCH,), tf.int64))

@@ -24,11 +24,11 @@ import tensorflow as tf
 from random_watch import Watch, peak_of
 
 import checkmate_tf
-from checkmate_tf import pipeline
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
-from checkmate_tf.pipeline import ProfiledStep
-from checkmate_tf.planned_step import PlannedStep
-from checkmate_tf.planning import partition, planner
+from checkmate_tf.planning import guard_blocks, planner
+from checkmate_tf.step import pipeline
+from checkmate_tf.step.pipeline import ProfiledStep
+from checkmate_tf.step.planned_step import PlannedStep
 
 HUGE_BYTES = 1 << 33
 REFUSALS = InfeasibleBudget, NoScheduleFound
@@ -91,7 +91,7 @@ def _limit_searches(recipe: dict) -> float:
     is_small = recipe["family"] == random_models.LAYERS
     limit_s = LAYERS_LIMIT_S if is_small else LIMIT_S
     planner.MINIMUM_LIMIT_S = LAYERS_LIMIT_S if is_small else LEAST_LIMIT_S
-    planner.MOST_NEIGHBOURS, partition._LIMIT_S = PLACED, PLACING_LIMIT_S
+    planner.MOST_NEIGHBOURS, guard_blocks._LIMIT_S = PLACED, PLACING_LIMIT_S
     PlannedStep._REPLAN_LIMIT_S = limit_s
     return limit_s
 

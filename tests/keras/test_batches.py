@@ -12,9 +12,9 @@ from random_watch import Watch
 from tight import train_tightly
 
 import checkmate_tf
+from checkmate_tf.device_memory import device as devices
 from checkmate_tf.keras import batch
 from checkmate_tf.keras.train_step import planned_training
-from checkmate_tf.lowering import device as devices
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import checkmate_tf
 from checkmate_tf.errors import ModelError, NoScheduleFound, OptionError
 from checkmate_tf.keras import microbatches
 from checkmate_tf.keras.train_step import planned_training
-from checkmate_tf.planned_step import PlannedStep
+from checkmate_tf.step.planned_step import PlannedStep
 
 ROWS, STEPS, WIDTH = 12, 3, 24
 

@@ -19,9 +19,9 @@ from random_models import LAYERS, PEOPLE_TRAIN, recipes
 from random_run import BUDGET, checked, drawn, has_failed, row_of, summary, without_folders
 from random_worker import assign, different, state
 
-from checkmate_tf import planned_step
+from checkmate_tf.device_memory import device as devices
 from checkmate_tf.keras import train_step
-from checkmate_tf.lowering import device as devices
+from checkmate_tf.step import planned_step
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = json.loads((pathlib.Path(__file__).parent / "random_regressions.json").read_text())

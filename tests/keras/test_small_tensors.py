@@ -6,7 +6,7 @@ import pytest
 from keras import layers
 
 import checkmate_tf
-from checkmate_tf.lowering.device import in_use_bytes, onednn_is_on
+from checkmate_tf.device_memory.device import in_use_bytes, onednn_is_on
 
 
 def trained(model, batch, budget, options, *, steps=3):

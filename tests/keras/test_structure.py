@@ -13,15 +13,15 @@ from conftest import part_of_step, state, values_of
 from keras_models import BATCH, compiled, images, sequential
 
 import checkmate_tf
-from checkmate_tf.core.forks import apart, possible_forks
 from checkmate_tf.core.opgraph import Costs
+from checkmate_tf.core.parallel_regions import apart, possible_regions
 from checkmate_tf.core.plan import compile_plan
-from checkmate_tf.core.validate import validate, validate_forks
+from checkmate_tf.core.validate import validate, validate_regions
 from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(domain="module")
 def planned(options):
     """A model with dropout and batch normalization that is planned and has trained."""
     keras.config.set_floatx("float64")
@@ -32,12 +32,12 @@ def planned(options):
     return model
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(domain="module")
 def built(planned):
     """(plan, op graph, graph of the function that runs), which is held by name only and so built once more."""
     (step,) = planned_training(planned)._steps.values()
     found = step.candidate
-    return found.plan, found.op_graph, rebuild(step._profiled.traced, found.op_graph, found.plan, found.forks).graph
+    return found.plan, found.op_graph, rebuild(step._profiled.traced, found.op_graph, found.plan, found.regions).graph
 
 
 def original(operation) -> str:
@@ -70,35 +70,35 @@ def test_each_op_runs_as_often_as_planned(built):
 
 def test_nothing_with_a_side_effect_is_repeated(built):
     _, op_graph, graph = built
-    once = {op_graph.names[k] for k in np.flatnonzero(op_graph.once)}
+    once = {op_graph.names[k] for k in np.flatnonzero(op_graph.has_side_effects)}
     runs = runs_in(graph, once)
     assert len(once) > 10
     assert {n: runs[n] for n in once} == dict.fromkeys(once, 1)
 
 
-def many_forks(op_graph, plan):
+def many_regions(op_graph, plan):
     """As if no op kept the device busy."""
     costs = Costs(np.ones(op_graph.n), np.zeros(op_graph.n, np.int64), busy=np.zeros(op_graph.n))
-    found = apart(possible_forks(op_graph, plan, costs))
+    found = apart(possible_regions(op_graph, plan, costs))
     assert len(found) > 5
-    validate_forks(op_graph, plan, found)
+    validate_regions(op_graph, plan, found)
     return found
 
 
-def test_the_graph_allows_the_planned_order_with_its_forks_and_no_other(planned, built):
+def test_the_graph_allows_the_planned_order_with_its_parallel_regions_and_no_other(planned, built):
     (step,) = planned_training(planned)._steps.values()
     found = step.candidate
-    assert_allows_no_other_order(found.plan, found.op_graph, built[2], found.forks)
+    assert_allows_no_other_order(found.plan, found.op_graph, built[2], found.regions)
 
 
-def test_a_graph_with_many_forks_allows_their_orders_and_no_other(planned, built):
+def test_a_graph_with_many_parallel_regions_allows_their_orders_and_no_other(planned, built):
     (step,) = planned_training(planned)._steps.values()
     plan, op_graph, _ = built
-    forks = many_forks(op_graph, plan)
-    assert_allows_no_other_order(plan, op_graph, rebuild(step._profiled.traced, op_graph, plan, forks).graph, forks)
+    regions = many_regions(op_graph, plan)
+    assert_allows_no_other_order(plan, op_graph, rebuild(step._profiled.traced, op_graph, plan, regions).graph, regions)
 
 
-def assert_allows_no_other_order(plan, op_graph, graph, forks):
+def assert_allows_no_other_order(plan, op_graph, graph, regions):
     """Along the plan, each op that computes is reached from all in front of it, but for those of the other lane."""
     names = computing(op_graph)
     wanted = [
@@ -108,7 +108,7 @@ def assert_allows_no_other_order(plan, op_graph, graph, forks):
     ]
     reached = reached_from(graph, [name for name, _ in wanted])
     for name, at in wanted:
-        beside = [range(f.begin, f.middle) for f in forks if f.middle <= at < f.end]
+        beside = [range(f.begin, f.middle) for f in regions if f.middle <= at < f.end]
         in_front = {k for k, (_, other) in enumerate(wanted) if other < at and not any(other in b for b in beside)}
         assert reached[name] == sum(1 << k for k in in_front)
 
@@ -145,10 +145,12 @@ def test_a_step_that_recomputes_its_whole_forward_pass_changes_nothing_else(plan
     assert_trains_as(planned, rebuild(step._profiled.traced, graph, plan))
 
 
-def test_a_step_with_many_forks_changes_nothing(planned, built):
+def test_a_step_with_many_parallel_regions_changes_nothing(planned, built):
     (step,) = planned_training(planned)._steps.values()
     plan, op_graph, _ = built
-    assert_trains_as(planned, rebuild(step._profiled.traced, op_graph, plan, many_forks(op_graph, plan)), in_lanes=True)
+    assert_trains_as(
+        planned, rebuild(step._profiled.traced, op_graph, plan, many_regions(op_graph, plan)), in_lanes=True
+    )
 
 
 def assert_trains_as(planned, function, *, in_lanes=False):
@@ -171,7 +173,9 @@ def forward_twice(graph):
     """Every op in order, the forward ones once more before the first gradient; and which ones those are."""
     first_gradient = int(np.argmax(graph.is_gradient))
     forward = range(first_gradient)
-    awaited = {control for op in forward if graph.once[op] for control in graph.controls[op]}
+    awaited = {control for op in forward if graph.has_side_effects[op] for control in graph.controls[op]}
     kept = ("Const", "Placeholder", "ReadVariableOp")
-    again = [op for op in forward if not graph.once[op] and op not in awaited and graph.types[op] not in kept]
+    again = [
+        op for op in forward if not graph.has_side_effects[op] and op not in awaited and graph.types[op] not in kept
+    ]
     return [*forward, *again, *range(first_gradient, graph.n)], again

@@ -16,7 +16,7 @@ from checkmate_tf.core.scaling import BatchScaling
 from checkmate_tf.errors import FileError, ModelError, OptionError
 from checkmate_tf.keras import batch
 from checkmate_tf.keras.train_step import on_profiled
-from checkmate_tf.pipeline import Settings
+from checkmate_tf.step.pipeline import Settings
 
 SIZE, BATCH = 48, 16
 

@@ -13,15 +13,15 @@ from keras import layers
 from keras_models import BATCH, compiled, images, sequential
 
 import checkmate_tf
+from checkmate_tf.device_memory import device as devices
+from checkmate_tf.device_memory.allocation_replay import address
 from checkmate_tf.errors import NoScheduleFound
 from checkmate_tf.keras.train_step import planned_training
-from checkmate_tf.lowering import device as devices
 from checkmate_tf.lowering import effects
-from checkmate_tf.lowering.rehearse import address
 from checkmate_tf.lowering.trace import trace
-from checkmate_tf.pipeline import ProfiledStep
-from checkmate_tf.planned_step import PlannedStep
 from checkmate_tf.planning.planner import Planner
+from checkmate_tf.step.pipeline import ProfiledStep
+from checkmate_tf.step.planned_step import PlannedStep
 
 
 def built(**options):
@@ -100,7 +100,7 @@ def test_a_step_that_takes_too_much_in_its_trial_is_planned_again_before_it_trai
     plain, model = built(dropout=0), built(dropout=0)
     x, y = images(BATCH)
     options = options | {"time_limit_s": 4.0}
-    monkeypatch.setattr(Planner, "forked", lambda _, candidate, *__: candidate)  # forks would go first
+    monkeypatch.setattr(Planner, "with_regions", lambda _, candidate, *__: candidate)  # parallel regions would go first
     checkmate_tf.compile(model, part_of_step(built(dropout=0).train_on_batch, (x, y), 0.95), **options)
     planned_training(model).plan((tf.constant(x), tf.constant(y)))
     monkeypatch.setattr(PlannedStep, "_MEASURED_RUNS", 0)
@@ -129,7 +129,7 @@ def test_a_budget_that_no_plan_keeps_when_it_runs_is_refused_with_nothing_change
     assert_same_state(plain, model)
 
 
-class Turns(layers.Layer):
+class Lease(layers.Layer):
     """A loop."""
 
     def build(self, shape):
@@ -166,8 +166,8 @@ def predicted_too_high(monkeypatch, measure):
 
 def test_a_refusal_of_a_step_with_a_loop_is_overturned_by_a_trial(options, monkeypatch):
     options = options | {"time_limit_s": 2.0}
-    budget_bytes = predicted_too_high(monkeypatch, Turns()) + (16 << 20)
-    plain, model = dense(Turns()), dense(Turns())
+    budget_bytes = predicted_too_high(monkeypatch, Lease()) + (16 << 20)
+    plain, model = dense(Lease()), dense(Lease())
     checkmate_tf.compile(model, budget_bytes, **options)
     for one in (plain, model):
         one.train_on_batch(*vectors())
@@ -178,8 +178,8 @@ def test_a_refusal_of_a_step_with_a_loop_is_overturned_by_a_trial(options, monke
 
 def test_a_refusal_of_a_step_with_a_loop_stands_where_the_trial_takes_too_much(options, monkeypatch):
     options = options | {"time_limit_s": 2.0}
-    model = dense(Turns())
-    budget_bytes = predicted_too_high(monkeypatch, Turns()) - (1 << 20)
+    model = dense(Lease())
+    budget_bytes = predicted_too_high(monkeypatch, Lease()) - (1 << 20)
     checkmate_tf.compile(model, budget_bytes, **options)
     too_much(monkeypatch, times=9)
     with pytest.raises(NoScheduleFound, match=r"in trials the step took .* \(predicted: ") as caught:
@@ -198,7 +198,7 @@ def test_a_refusal_of_a_step_whose_peak_is_known_is_not_tried(options, monkeypat
         model.train_on_batch(*vectors())
 
 
-@pytest.mark.parametrize(("kind", "expected"), [(Turns, 16), (lambda: layers.Dense(400), 10)], ids=["loop", "dense"])
+@pytest.mark.parametrize(("kind", "expected"), [(Lease, 16), (lambda: layers.Dense(400), 10)], ids=["loop", "dense"])
 def test_a_smallest_budget_has_room_for_what_the_runs_of_a_loop_differ_by(options, monkeypatch, kind, expected):
     model = dense(kind())
     checkmate_tf.compile(model, "1GiB", **options | {"time_limit_s": 2.0})

@@ -19,8 +19,8 @@ import checkmate_tf
 from checkmate_tf import ModelError, NoScheduleFound, OptionError, PlanningError
 from checkmate_tf.keras import batch
 from checkmate_tf.keras.train_step import planned_training
-from checkmate_tf.pipeline import ProfiledStep
-from checkmate_tf.planned_step import PlannedStep
+from checkmate_tf.step.pipeline import ProfiledStep
+from checkmate_tf.step.planned_step import PlannedStep
 
 # Keras reads variables through numpy.array(variable, copy=...), which TensorFlow does not know yet.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
@@ -82,13 +82,13 @@ def cyclic(*_, **__):
 
 
 PHASES = {
-    "extracting": ("checkmate_tf.pipeline.extract", failing()),
-    "profiling": ("checkmate_tf.pipeline.profile", failing(KeyError)),
-    "no-memory": ("checkmate_tf.pipeline.profile", failing(MemoryError)),
-    "planning": ("checkmate_tf.planning.joint.JointPlanner.plan", failing(AssertionError)),
-    "building": ("checkmate_tf.pipeline.rebuild", failing(ValueError)),
-    "trying": ("checkmate_tf.planned_step.PlannedStep._trial", failing(RecursionError)),
-    "first-run": ("checkmate_tf.planned_step.call_unoptimized", cyclic),
+    "extracting": ("checkmate_tf.step.pipeline.extract", failing()),
+    "profiling": ("checkmate_tf.step.pipeline.profile", failing(KeyError)),
+    "no-memory": ("checkmate_tf.step.pipeline.profile", failing(MemoryError)),
+    "planning": ("checkmate_tf.planning.implementation_selection.JointPlanner.plan", failing(AssertionError)),
+    "building": ("checkmate_tf.step.pipeline.rebuild", failing(ValueError)),
+    "trying": ("checkmate_tf.step.planned_step.PlannedStep._trial", failing(RecursionError)),
+    "first-run": ("checkmate_tf.step.planned_step.call_unoptimized", cyclic),
 }
 
 
@@ -148,7 +148,7 @@ def test_the_keyboard_interrupts(monkeypatch, options):
     model = small()
     checkmate_tf.compile(model, "1GiB", **options)
     with monkeypatch.context() as patched:
-        patched.setattr("checkmate_tf.pipeline.profile", failing(KeyboardInterrupt))
+        patched.setattr("checkmate_tf.step.pipeline.profile", failing(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             model.train_on_batch(*data())
     model.train_on_batch(*data())
@@ -170,7 +170,7 @@ def test_a_first_run_that_ends_midway_changes_nothing(how, monkeypatch, options)
         how()
 
     with monkeypatch.context() as patched:
-        patched.setattr("checkmate_tf.planned_step.call_unoptimized", half)
+        patched.setattr("checkmate_tf.step.planned_step.call_unoptimized", half)
         expected = pytest.raises(KeyboardInterrupt) if how is not cyclic else one_warning("nodes in a cycle")
         with expected:
             model.train_on_batch(*data())
@@ -368,7 +368,7 @@ def test_copies_say_that_they_are_plain(options):
 
 
 def test_a_plan_that_takes_much_longer_says_so(monkeypatch, options):
-    monkeypatch.setattr("checkmate_tf.planning.candidate.Candidate.overhead", 15.2)
+    monkeypatch.setattr("checkmate_tf.planning.evaluated_plan.Candidate.overhead", 15.2)
     model = small()
     with one_warning("15.2 times as long"):
         checkmate_tf.compile(model, "1GiB", input_spec=SPEC, on_unplanned="raise", **options)

@@ -13,10 +13,10 @@ from checkmate_tf.core.coarsen import coarsen
 from checkmate_tf.core.order import low_peak_order, permute
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
-from checkmate_tf.lowering.device import uncounted_below_bytes
+from checkmate_tf.device_memory.device import uncounted_below_bytes
+from checkmate_tf.device_memory.memory_trace import record
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.implementations.registry import RULES
-from checkmate_tf.lowering.memory_trace import record
 from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 from checkmate_tf.lowering.trace import trace
@@ -55,7 +55,7 @@ def differences(step: Callable, batch: Iterable[tf.Tensor], *, again: bool = Tru
     batch = list(batch)
     traced = trace(step, *(tf.TensorSpec(x.shape, x.dtype) for x in batch), rules=RULES["exact"])
     measured = profile(extract(traced), DEVICE)
-    order = low_peak_order(measured.op_graph, settle=True)
+    order = low_peak_order(measured.op_graph, reorder=True)
     graph, costs = permute(measured.op_graph, measured.costs, order)
     sequence = range(graph.n)
     if again:

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from tiny_steps import numbers
 
-from checkmate_tf.lowering.device import onednn_is_on
+from checkmate_tf.device_memory.device import onednn_is_on
 from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, RULES
 from checkmate_tf.lowering.rebuild import as_function, call_unoptimized
 from checkmate_tf.lowering.trace import trace

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from checkmate_tf.core.plan import compile_plan
-from checkmate_tf.lowering.device import in_use_bytes
+from checkmate_tf.device_memory.device import in_use_bytes
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 from checkmate_tf.lowering.trace import trace

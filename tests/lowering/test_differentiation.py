@@ -238,7 +238,7 @@ def test_what_a_loss_depends_on_is_no_gradient_and_every_update_is_one(step):
     returned = graph.producer[list(graph.results)]  # renamed once the updates have run
     losses = ancestors(graph, [graph.producer[t] for op in returned for t in graph.inputs[op]])
     assert not graph.is_gradient[sorted(losses)].any()
-    assert graph.is_gradient[graph.once].all()
+    assert graph.is_gradient[graph.has_side_effects].all()
 
 
 @pytest.mark.parametrize("step", [*(step for step in ONE_PASS if step not in OTHER_PRODUCTS), *SEVERAL])
@@ -315,7 +315,7 @@ def least_and_most_bytes(step) -> tuple[int, int]:
     w = [tf.Variable(numbers(8, 8)) for _ in range(10)]
     graph = extract(trace(lambda x: step(x, w), tf.TensorSpec((256, 8)))).op_graph
     costs = Costs(np.ones(graph.n), np.zeros(graph.n, np.int64))
-    coarse = coarsen(*permute(graph, costs, low_peak_order(graph, settle=False)), small_bytes=1024, fixed_bytes=0)
+    coarse = coarsen(*permute(graph, costs, low_peak_order(graph, reorder=False)), small_bytes=1024, fixed_bytes=0)
     return minimum_budget(coarse.graph, time_limit_s=2.0).budget_bytes, coarse.graph.store_all_peak_bytes
 
 

@@ -47,7 +47,7 @@ def test_all_ops_are_extracted_in_a_valid_order(ready):
 
 def test_ops_with_state_run_once_and_reads_do_not_count(ready):
     graph = ready.extracted.op_graph
-    once = {graph.types[k] for k in np.flatnonzero(graph.once)}
+    once = {graph.types[k] for k in np.flatnonzero(graph.has_side_effects)}
     assert any(kind.startswith("Assign") for kind in once)
     assert not once & {"ReadVariableOp", "Const", "Placeholder", "MatMul", "Conv2D"}
 
@@ -153,7 +153,7 @@ def test_gradients_and_updates_are_told_from_the_forward_pass():
 def test_a_step_without_gradients_has_none():
     graph = prepared("nothing_but_an_update").extracted.op_graph
     assert not graph.is_gradient.any()
-    assert graph.once.sum() == 1
+    assert graph.has_side_effects.sum() == 1
 
 
 def test_the_forward_pass_of_a_loop_is_no_gradient():
@@ -195,7 +195,7 @@ def test_a_lookup_in_a_variable_is_no_update():
 
     graph = extracted(run, (4, 8)).op_graph
     (lookup,) = of_type(graph, "ResourceGather")
-    assert graph.once[lookup]
+    assert graph.has_side_effects[lookup]
     assert not any(graph.types[c] == "Mul" for c in graph.controls[lookup])
 
 
@@ -282,7 +282,7 @@ def test_a_call_that_reads_variables_may_run_again():
     assert [op.type for op in calls] == ["PartitionedCall"] * 2  # forward and gradient
     assert calls[0].outputs[0].shape == (2, 14, 14, 8)
     assert step.unsized == ()
-    assert not any(step.op_graph.once[step.op_graph.names.index(op.name)] for op in calls)
+    assert not any(step.op_graph.has_side_effects[step.op_graph.names.index(op.name)] for op in calls)
 
 
 def test_a_call_that_writes_variables_is_left_alone():

@@ -9,7 +9,7 @@ from tensorflow.python.grappler import cluster
 from tiny_steps import numbers
 
 from checkmate_tf._files import read_sealed
-from checkmate_tf.lowering import arena, device, foresight
+from checkmate_tf.device_memory import compaction, device, out_of_memory
 from checkmate_tf.lowering import extract as extracting
 from checkmate_tf.lowering import profile as profiling
 from checkmate_tf.lowering import trace as tracing
@@ -152,44 +152,44 @@ def asked(monkeypatch):
         if nbytes > 412 * MIB:
             raise tf.errors.ResourceExhaustedError(None, None, "no room")
 
-    monkeypatch.setattr(arena, "empty", empty)
-    monkeypatch.setattr(arena, "_granted", {})
-    monkeypatch.setattr(arena, "is_cpu", lambda _: False)
-    monkeypatch.setattr(arena, "grows", lambda _: True)
-    monkeypatch.setattr(arena, "in_use_bytes", lambda _: 100 * MIB)
-    monkeypatch.setattr(arena, "limit_bytes", lambda _: None)
+    monkeypatch.setattr(compaction, "empty", empty)
+    monkeypatch.setattr(compaction, "_granted", {})
+    monkeypatch.setattr(compaction, "is_cpu", lambda _: False)
+    monkeypatch.setattr(compaction, "grows", lambda _: True)
+    monkeypatch.setattr(compaction, "in_use_bytes", lambda _: 100 * MIB)
+    monkeypatch.setattr(compaction, "limit_bytes", lambda _: None)
     return sizes
 
 
 def test_room_is_made_in_one_block_where_a_gpus_memory_grows(asked):
-    assert arena.make_room(CPU, 100 * MIB, []) == 0  # where it lies cannot be seen
+    assert compaction.make_room(CPU, 100 * MIB, []) == 0  # where it lies cannot be seen
     assert asked == [100 * MIB]
 
 
 def test_half_of_the_room_is_asked_for_once_a_gpu_has_refused_and_never_more_again(asked):
     for size in (600 * MIB, 700 * MIB, 200 * MIB):
-        arena.make_room(CPU, size, [])
+        compaction.make_room(CPU, size, [])
     assert asked == [600 * MIB, 300 * MIB, 300 * MIB, 200 * MIB]
 
 
 def test_no_more_room_is_asked_for_than_the_limit_leaves(asked, monkeypatch):
-    monkeypatch.setattr(arena, "limit_bytes", lambda _: 400 * MIB)
-    arena.make_room(CPU, 600 * MIB, [])
-    assert asked == [300 * MIB - arena._LEFT_FREE_BYTES]
+    monkeypatch.setattr(compaction, "limit_bytes", lambda _: 400 * MIB)
+    compaction.make_room(CPU, 600 * MIB, [])
+    assert asked == [300 * MIB - compaction._LEFT_FREE_BYTES]
 
 
 def test_no_room_is_made_where_a_gpus_memory_is_one_block_or_none_is_wanted(asked, monkeypatch):
-    arena.make_room(CPU, -5 * MIB, [])
-    monkeypatch.setattr(arena, "grows", lambda _: False)
-    arena.make_room(CPU, 100 * MIB, [])
+    compaction.make_room(CPU, -5 * MIB, [])
+    monkeypatch.setattr(compaction, "grows", lambda _: False)
+    compaction.make_room(CPU, 100 * MIB, [])
     assert not asked
 
 
 def test_where_a_gpus_memory_grows_no_map_of_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(foresight, "grows", lambda _: True)
-    monkeypatch.setattr(foresight, "observe", lambda **_: pytest.fail("it takes 10 s and is no map of what comes"))
-    foresight.learn(GPU)
-    assert foresight._known(GPU) is None
+    monkeypatch.setattr(out_of_memory, "grows", lambda _: True)
+    monkeypatch.setattr(out_of_memory, "observe", lambda **_: pytest.fail("it takes 10 s and is no map of what comes"))
+    out_of_memory.learn(GPU)
+    assert out_of_memory._known(GPU) is None
 
 
 @pytest.mark.parametrize("refused", [False, True])

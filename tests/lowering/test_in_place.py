@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkmate_tf.core.plan import compile_plan
-from checkmate_tf.lowering.arena import exact_chunks
+from checkmate_tf.device_memory.allocation_replay import address
+from checkmate_tf.device_memory.compaction import exact_chunks
+from checkmate_tf.device_memory.device import in_use_bytes, peak_bytes, reset_peak
 from checkmate_tf.lowering.branch_scratch import _without, scratch_of_branches
-from checkmate_tf.lowering.device import in_use_bytes, peak_bytes, reset_peak
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.rebuild import call_unoptimized, planned_graph_def, rebuild
-from checkmate_tf.lowering.rehearse import address
 from checkmate_tf.lowering.trace import trace
 
 TYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32", "uint8", "complex64")

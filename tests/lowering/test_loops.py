@@ -8,7 +8,7 @@ import tensorflow as tf
 from checkmate_tf.core.order import low_peak_order, permute
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
-from checkmate_tf.lowering.device import uncounted_below_bytes
+from checkmate_tf.device_memory.device import uncounted_below_bytes
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.loops import measure_loops
 from checkmate_tf.lowering.profile import profile
@@ -136,7 +136,7 @@ def test_a_planned_step_with_loops_takes_what_was_predicted(kind, most):
     step = extract(trace(trained(kind, w), tf.TensorSpec(SEQUENCE)))
     result = profile(step, DEVICE)
     assert result.unsized == ()
-    graph, costs = permute(result.op_graph, result.costs, low_peak_order(result.op_graph, settle=True))
+    graph, costs = permute(result.op_graph, result.costs, low_peak_order(result.op_graph, reorder=True))
     plan = compile_plan(graph, range(graph.n))
     memory = simulate(graph, plan, costs.workspace_bytes, costs.requests)
     predicted = memory.most_counted_bytes(uncounted_below_bytes(DEVICE))

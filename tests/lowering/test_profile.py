@@ -11,12 +11,12 @@ import pytest
 import tensorflow as tf
 
 from checkmate_tf._files import read_sealed, write_sealed
+from checkmate_tf.device_memory.allocation_replay import empty
+from checkmate_tf.device_memory.device import onednn_is_on
 from checkmate_tf.lowering import profile as profile_module
-from checkmate_tf.lowering.device import onednn_is_on
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.rebuild import call_unoptimized
-from checkmate_tf.lowering.rehearse import empty
 from checkmate_tf.lowering.trace import trace
 
 SHAPE = (512, 1024)  # 2 MiB: large enough for every allocator to count
@@ -68,13 +68,13 @@ def test_every_large_op_takes_time(measured):
 def test_elementwise_ops_need_no_workspace_and_take_over_their_inputs(measured, kind):
     op, graph, costs = entry(measured, kind)
     assert costs.workspace_bytes[op] == 0
-    assert set(graph.takeover[op]) == set(graph.inputs[op])
+    assert set(graph.forwarding[op]) == set(graph.inputs[op])
 
 
 @pytest.mark.parametrize("kind", ["MatMul", "Transpose", "Tile", "Sum"])
 def test_other_ops_take_nothing_over(measured, kind):
     op, graph, _ = entry(measured, kind)
-    assert graph.takeover[op] == ()
+    assert graph.forwarding[op] == ()
 
 
 @pytest.mark.parametrize("rows", [64, 2], ids=["counted", "uncounted"])
@@ -97,14 +97,14 @@ def test_an_output_that_is_not_the_first_takes_storage_over():
     graph = profile(extracted(run, SHAPE), DEVICE).op_graph
     op = graph.types.index("SoftmaxCrossEntropyWithLogits")
     assert graph.taking(op) == graph.outputs[op][1]
-    assert graph.takeover[op] == graph.inputs[op][:1]
+    assert graph.forwarding[op] == graph.inputs[op][:1]
 
 
 def test_small_tensors_are_seen_to_be_taken_over():
     """With oneDNN they are not counted; but what takes over a part of a larger one keeps all of that."""
     graph = profile(extracted(lambda x: tf.exp(x * 2.0), (64, 256)), DEVICE).op_graph
     op = graph.types.index("Exp")
-    assert graph.takeover[op] == graph.inputs[op]
+    assert graph.forwarding[op] == graph.inputs[op]
 
 
 def test_tiny_convolutions_are_measured_as_their_gradients_take_much_workspace():
@@ -188,7 +188,7 @@ def test_the_gradient_of_max_pooling_is_measured_behind_its_pooling():
 
     result = profile(extracted(gradient, (8, 64, 64, 16)), DEVICE)
     op = result.op_graph.types.index("MaxPoolGrad")
-    assert result.op_graph.takeover[op] == ()
+    assert result.op_graph.forwarding[op] == ()
     assert result.costs.workspace_bytes[op] < 8 * 64 * 64 * 16 * 4 // 4
     assert result.costs.time_s[op] > 0
 
@@ -280,7 +280,7 @@ def test_a_cache_is_used_again(small_step, tmp_path):
     again = profile(small_step, DEVICE, cache_dir=tmp_path)
     assert (first.measured, again.measured) == (1, 0)
     assert np.array_equal(first.costs.time_s, again.costs.time_s)
-    assert first.op_graph.takeover == again.op_graph.takeover
+    assert first.op_graph.forwarding == again.op_graph.forwarding
 
 
 def test_a_cache_with_another_header_is_ignored(small_step, tmp_path):
@@ -339,10 +339,10 @@ def break_file(path, how: str) -> None:
         '["requests", [5, 0, 0]]',
         '["requests", [Infinity]]',
         '["requests", [1e300]]',
-        '["takeover", 3]',
-        '["takeover", [-1]]',
-        '["takeover", [7]]',
-        '["takeover", ["a"]]',
+        '["forwarding", 3]',
+        '["forwarding", [-1]]',
+        '["forwarding", [7]]',
+        '["forwarding", ["a"]]',
         '["taker", -1]',
         '["taker", 7]',
         '["aliases", 9]',

@@ -13,9 +13,9 @@ from tiny_steps import Prepared, Step, numbers, with_reruns
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
 from checkmate_tf.core.validate import validate
+from checkmate_tf.device_memory.memory_trace import record
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.implementations.registry import RULES
-from checkmate_tf.lowering.memory_trace import record
 from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.rebuild import call_unoptimized, planned_graph_def, rebuild
 from checkmate_tf.lowering.trace import trace
@@ -60,7 +60,7 @@ def run(ready, sequence, graph=None):
 
 def test_batch_norms_that_run_again_only_normalise(ready):
     graph = ready.graph
-    assert sorted({graph.types[op] for op in graph.again}) == sorted(KINDS)
+    assert sorted({graph.types[op] for op in graph.recompute_variants}) == sorted(KINDS)
     coarse = ready.coarse()
     plan = compile_plan(graph, coarse.op_sequence(with_reruns(coarse, every=8)))
     built = {node.name: node for node in planned_graph_def(ready.traced, graph, plan)[0].node}
@@ -77,8 +77,8 @@ def test_what_runs_again_is_the_same_to_the_bit_as_running_the_whole_op_again(re
     coarse = ready.coarse()
     sequence = coarse.op_sequence(with_reruns(coarse, every=8))
     leaner, plan = run(ready, sequence)
-    whole, _ = run(ready, sequence, dataclasses.replace(ready.graph, again={}))
-    assert any(op in ready.graph.again for op in plan.recomputed())
+    whole, _ = run(ready, sequence, dataclasses.replace(ready.graph, recompute_variants={}))
+    assert any(op in ready.graph.recompute_variants for op in plan.recomputed())
     for found, wanted in zip([*leaner[0], *leaner[1]], [*whole[0], *whole[1]], strict=True):
         np.testing.assert_array_equal(found, wanted)
 
@@ -99,9 +99,9 @@ def test_statistics_that_a_step_returns_are_those_of_the_first_run():
     step = Step(fused, (x,), [counter])
     traced = trace(step.run, *step.spec, rules=RULES["fused"])
     ready = Prepared(step, traced, extract(traced))
-    (norm,) = ready.graph.again
+    (norm,) = ready.graph.recompute_variants
     sequence = list(range(ready.graph.n))
-    place = max(k for k in sequence if not ready.graph.once[k])
+    place = max(k for k in sequence if not ready.graph.has_side_effects[k])
     found, _ = run(ready, [*sequence[: place + 1], norm, *sequence[place + 1 :]])
     wanted, _ = run(ready, sequence)
     for one, other in zip([*found[0], *found[1]], [*wanted[0], *wanted[1]], strict=True):
@@ -111,16 +111,16 @@ def test_statistics_that_a_step_returns_are_those_of_the_first_run():
 def test_a_rerun_is_profiled_on_its_own_and_used_only_where_it_is_faster(ready, tmp_path):
     measured = profile(ready.extracted, "CPU:0", cache_dir=tmp_path)
     costs = measured.costs
-    assert measured.op_graph.again.keys() <= ready.extracted.op_graph.again.keys()
-    assert all(costs.again_s[op] < costs.time_s[op] for op in measured.op_graph.again)
-    others = [op for op in range(measured.op_graph.n) if op not in measured.op_graph.again]
-    np.testing.assert_array_equal(costs.again_s[others], costs.time_s[others])
+    assert measured.op_graph.recompute_variants.keys() <= ready.extracted.op_graph.recompute_variants.keys()
+    assert all(costs.variant_s[op] < costs.time_s[op] for op in measured.op_graph.recompute_variants)
+    others = [op for op in range(measured.op_graph.n) if op not in measured.op_graph.recompute_variants]
+    np.testing.assert_array_equal(costs.variant_s[others], costs.time_s[others])
 
 
 def test_the_models_own_ops_run_again_as_they_are():
     ready = batch_norms(RULES["exact"])
-    assert not ready.traced.again
-    assert not ready.graph.again
+    assert not ready.traced.recompute_variants
+    assert not ready.graph.recompute_variants
 
 
 def test_a_batch_norm_with_a_relu_allocates_what_it_reserves_before_its_output():

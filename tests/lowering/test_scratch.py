@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from checkmate_tf.core.opgraph import OUTPUTS
-from checkmate_tf.lowering.memory_trace import MemoryEvent
+from checkmate_tf.device_memory.memory_trace import MemoryEvent
 from checkmate_tf.lowering.scratch import (
     Asked,
     asked_by,

@@ -88,7 +88,7 @@ def peak_of(graph, order):
 
 def test_terms_that_read_a_shared_constant_are_added_as_they_are_made(unrolled):
     """An unrolled LSTM of 64 steps held its 64 gradients of a kernel at once: its floor was twice what it needs."""
-    assert peak_of(unrolled, low_peak_order(unrolled, settle=True)) < 10 * KERNEL_BYTES
+    assert peak_of(unrolled, low_peak_order(unrolled, reorder=True)) < 10 * KERNEL_BYTES
 
 
 def test_in_the_unmodified_step_a_sum_waits_for_all_its_terms(unrolled):

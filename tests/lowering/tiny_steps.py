@@ -166,7 +166,7 @@ class Prepared:
     def graph(self) -> OpGraph:
         """The step in the order that is planned."""
         graph = self.extracted.op_graph
-        return permute(graph, no_costs(graph), low_peak_order(graph, settle=True))[0]
+        return permute(graph, no_costs(graph), low_peak_order(graph, reorder=True))[0]
 
     def coarse(self) -> Coarse:
         return coarsen(self.graph, no_costs(self.graph), small_bytes=SMALL_BYTES, fixed_bytes=0)

@@ -34,7 +34,7 @@ def simulated(graph, sequence):
     ) + graph.fixed_bytes
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(domain="module")
 def optimum():
     """(status, cost) of the exact program, by graph and budget."""
     known = {}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from checkmate_tf.solvers.base import Clock
 from checkmate_tf.solvers.cuts import crossing_values, cut_schedules
-from checkmate_tf.solvers.instant import held_over, least_cost
+from checkmate_tf.solvers.single_step_bound import held_over, least_cost
 from checkmate_tf.solvers.staged import Evaluator
 
 

@@ -212,7 +212,7 @@ def test_the_exact_program_is_exact_where_sizes_add_up_to_more_than_31_bits():
 def test_bytes_over_the_budget_are_summed_without_wrapping():
     graph = small.train_graph(list(itertools.pairwise(range(7))), [MOST_BYTES // 16] * 7, [1] * 7)
     annealing = Annealing(graph, list(range(14)), 0, 0, keep_order=True)
-    assert annealing.overflow() == pytest.approx(float(sum(map(int, annealing.timeline.memory))))
+    assert annealing.overflow() == pytest.approx(float(sum(map(int, annealing.evaluator.memory))))
 
 
 def test_a_program_of_too_many_terms_is_not_begun():

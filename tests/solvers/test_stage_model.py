@@ -13,7 +13,6 @@ from checkmate_tf.solvers.linear import Engine, Outcome, mip_parameters, solve_o
 from checkmate_tf.solvers.neighborhood import build_neighborhood
 from checkmate_tf.solvers.relaxation import Relaxation
 from checkmate_tf.solvers.rounding import THRESHOLDS, round_relaxation
-from checkmate_tf.solvers.scope import Restrictions
 from checkmate_tf.solvers.stage_model import build_stage_model
 from checkmate_tf.solvers.staged import (
     Evaluator,
@@ -23,6 +22,7 @@ from checkmate_tf.solvers.staged import (
     node_blocks,
     rows_from_masks,
 )
+from checkmate_tf.solvers.variable_domain import Restrictions
 
 MODELS = (
     Restrictions(),
@@ -108,8 +108,8 @@ def objective(model, x) -> float:
 @settings(max_examples=80, deadline=None)
 def test_model_counts_like_the_evaluator(graph, seed, restrictions):
     model = build_stage_model(graph, restrictions)
-    blocks = model.scope.blocks
-    never = mask_of(np.nonzero(model.scope.never_held)[0])
+    blocks = model.domain.blocks
+    never = mask_of(np.nonzero(model.domain.never_held)[0])
     held = [mask & ~never for mask in random_held(graph, blocks, seed)]
     staged = Evaluator(graph).evaluate(blocks, held, model.within())
     x = model.encode(staged)
@@ -128,7 +128,7 @@ def test_model_counts_like_the_evaluator(graph, seed, restrictions):
 @settings(max_examples=60, deadline=None)
 def test_cuts_exclude_what_is_recomputed_just_to_be_handed_on_and_nothing_else(graph, seed):
     model = build_stage_model(graph, Restrictions(used_at_once=True))
-    blocks = model.scope.blocks
+    blocks = model.domain.blocks
     staged = Evaluator(graph).evaluate(blocks, random_held(graph, blocks, seed), model.within())
     runs = [[*np.nonzero(row)[0], *range(*block)] for row, block in
             zip(rows_from_masks(staged.recomputed, graph.n), blocks, strict=True)]  # fmt: skip
@@ -168,7 +168,7 @@ def test_relaxation_bounds_the_program_and_the_program_is_the_search_space(name)
     model = build_stage_model(graph, Restrictions())
     budget = int(0.75 * evaluator.store_all.peak_bytes)
     relaxed = Relaxation(model, budget).solve(budget, 10.0)
-    start = model.encode(evaluator.evaluate(model.scope.blocks, [(1 << graph.n) - 1] * model.scope.num_stages))
+    start = model.encode(evaluator.evaluate(model.domain.blocks, [(1 << graph.n) - 1] * model.domain.num_stages))
     near = build_neighborhood(model, start, np.ones(model.num_columns, bool), budget)
     answer = solve_once(Engine.SCIP, near.program, mip_parameters(Engine.SCIP, 20.0, absolute_gap=0.0))
     if relaxed.outcome is Outcome.INFEASIBLE:
@@ -177,7 +177,7 @@ def test_relaxation_bounds_the_program_and_the_program_is_the_search_space(name)
     assert answer.outcome in (Outcome.OPTIMAL, Outcome.INFEASIBLE)
     if answer.outcome is Outcome.OPTIMAL:
         x = near.decisions(answer.x)
-        staged = evaluator.evaluate(model.scope.blocks, model.held_masks(x), model.within())
+        staged = evaluator.evaluate(model.domain.blocks, model.held_masks(x), model.within())
         assert staged.peak_bytes <= budget
         assert staged.cost == pytest.approx(objective(model, x))
         assert relaxed.bound <= staged.cost + 1e-6
@@ -192,7 +192,7 @@ def test_relaxation_from_the_given_basis_and_from_the_last_one_agree():
     rng = np.random.default_rng(0)
     for fraction in (0.9, 0.6, 0.8):
         budget = fraction * peak
-        blocks = model.scope.blocks
+        blocks = model.domain.blocks
         x = model.encode(Evaluator(graph).evaluate(blocks, random_held(graph, blocks, 3), model.within()))
         one.solve(budget, 10.0, fixed=(rng.random(model.num_columns) < 0.5, x))
         other = Relaxation(model, budget)

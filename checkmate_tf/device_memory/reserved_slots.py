@@ -1,0 +1,94 @@
+"""Slots for batches and small tensors: free chunks of just their sizes, each between small blocks that are held.
+
+TensorFlow's best-fit allocator gives a request the smallest free chunk that holds it. So as long as a slot is free a
+batch comes to lie in one, counts as what it is, and leaves all other memory as a plan has found it. Without slots it
+lies where there happens to be room, and a plan's peak differs from step to step. So do scalars that outlive a step
+(counters, seeds of dropout, the loss) and small tensors in one (statistics, gradients of biases): each divides a large
+chunk, and which one hangs on details that no simulation has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from checkmate_tf.core.allocator import UNIT_BYTES
+from checkmate_tf.core.guard_blocks import guard_block_bytes
+from checkmate_tf.device_memory.allocation_replay import empty
+from checkmate_tf.device_memory.compaction import exact_chunks
+from checkmate_tf.device_memory.device import counted_bytes, uncounted_below_bytes
+from checkmate_tf.device_memory.guard_blocks import divide
+
+_LEAST_BYTES = 64 << 10  # smaller tensors of a batch find room between others
+_BETWEEN = 1 / 256  # of the batches, what the blocks between their slots may take in any case
+_ROOM = 4  # times the slots, from which they are cut
+
+
+class ReservedSlots:
+    """Makes slots and holds the blocks between them.
+
+    Args:
+        sizes: Bytes of each tensor of the batches.
+        small: Bytes of each slot for small tensors, if the device counts those.
+        device: Device that will have them.
+        most_bytes: What the blocks may take: once for batches, where they may take a part of these as well, and once
+            for small tensors. There are no slots where that is too little.
+
+    Attributes:
+        nbytes: What the blocks take.
+    """
+
+    def __init__(self, sizes: Sequence[int], small: Sequence[int], device: str, most_bytes: int):
+        self._device = device
+        uncounted = uncounted_below_bytes(device)
+        # The first part keeps the first slot from growing into what is in front of it.
+        parts = [max(_LEAST_BYTES, uncounted), *(size for size in sizes if size >= _LEAST_BYTES)]
+        between = counted_bytes(device, [guard_block_bytes(size, uncounted) for size in parts])
+        self._parts = parts if len(parts) > 1 and between <= max(most_bytes, _BETWEEN * sum(sizes)) else []
+        blocks_bytes = UNIT_BYTES * (len(small) + 1)
+        self._small = list(small) if uncounted <= UNIT_BYTES and blocks_bytes <= most_bytes else []
+        self.nbytes = (between if self._parts else 0) + (blocks_bytes if self._small else 0)
+        self._blocks: list[tf.Tensor] = []
+        self._small_blocks: list[tf.Tensor] = []
+
+    def take(self) -> None:
+        """Makes slots for batches anew."""
+        self._blocks.clear()
+        self._small_blocks.clear()
+        if self._parts:
+            with exact_chunks(self._device, _ROOM * sum(self._parts)):
+                self._blocks = divide(self._parts, self._device)
+
+    def take_for_small(self) -> None:
+        """Makes slots for small tensors anew; none where memory runs out."""
+        self._small_blocks.clear()
+        if self._small:
+            with tf.device(self._device), contextlib.suppress(tf.errors.ResourceExhaustedError):
+                between = [(empty(size), empty(UNIT_BYTES)) for size in (UNIT_BYTES, *self._small)]
+                self._small_blocks = [block for _, block in between]
+
+
+def move_to_slots(batch: list, device: str):
+    """Moves a batch into slots.
+
+    Args:
+        batch: A list with the batch: (nested) tensors that nothing else holds, or else they stay where they are. It is
+            taken out of the list.
+        device: Device that has the slots.
+
+    Returns:
+        The batch.
+    """
+    structure = batch.pop()
+    leaves = tf.nest.flatten(structure)
+    structure = tf.nest.map_structure(lambda _: None, structure)
+    for k in range(len(leaves)):
+        if leaves[k] is None or not leaves[k].device.endswith(device) or leaves[k].dtype == tf.string:
+            continue
+        before = weakref.ref(leaves[k])
+        leaves[k] = tf.raw_ops.DeepCopy(x=leaves[k])
+        leaves[k] = leaves[k] if before() is None else before()
+    return tf.nest.pack_sequence_as(structure, leaves)

@@ -1,0 +1,1 @@
+"""What users read: reports, tradeoff curves, and their pages."""

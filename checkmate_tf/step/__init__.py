@@ -1,0 +1,1 @@
+"""One batch signature from trace to a planned step that runs."""

@@ -1,0 +1,502 @@
+"""A planned step, which runs in place of a model's own and measures what it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+
+import tensorflow as tf
+
+from checkmate_tf.budget import format_bytes
+from checkmate_tf.device_memory import device as devices
+from checkmate_tf.device_memory.lease import lease
+from checkmate_tf.device_memory.reserved_slots import move_to_slots
+from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound, is_out_of_memory
+from checkmate_tf.lowering import effects
+from checkmate_tf.lowering.rebuild import call_unoptimized
+from checkmate_tf.lowering.trace import TracedStep
+from checkmate_tf.planning.evaluated_plan import EvaluatedPlan, cheapest
+from checkmate_tf.planning.reuse import follow
+from checkmate_tf.reports import describe
+from checkmate_tf.reports.report import ImplementationRow, Report
+from checkmate_tf.step.pipeline import ProfiledStep
+
+_log = logging.getLogger(__name__)
+
+
+class PlannedStep:
+    """A planned step, which is tried before it is trusted.
+
+    Where the batch and the variables lie decides how the allocator rounds, and no simulation knows all that a kernel
+    takes. So before the first run the planned function runs for real, on the batch in hand, and all that it writes is
+    put back; the step is planned again, with as much less as was not foreseen, until what is measured keeps the budget.
+    The last run of a trial counts as the first step. There is another trial once variables have been moved, as
+    planning another step moves them. Should a later run take more than the budget all the same, the step is planned
+    and tried again before the next one; in a parallel region, which leaves the order of its allocations open, without
+    parallel regions first.
+    """
+
+    _MEASURED_RUNS = 6
+    _TRIAL_RUNS = 2  # a function's first run leaves constants behind, and the next batch lies elsewhere
+    _MOST_TRIALS = 6
+    _MOST_REPLANS = 3
+    _REPLAN_LIMIT_S = 10.0
+    _AS_FAST = 1.02  # times the seconds of the plan that is replaced: one found soon that takes no more will do
+    _OUT_OF_MEMORY = 1 / 64  # of the budget, by which a plan is taken to need more where nothing could be measured
+
+    def __init__(self, profiled: ProfiledStep, budget_bytes: int, candidate: EvaluatedPlan, function):
+        self.budget_bytes = budget_bytes
+        self.candidate = candidate
+        self._profiled = profiled
+        self._function = function
+        self._captured = profiled.traced.captured
+        self._structure = profiled.traced.interface.structure
+        self._lease = lease(profiled.device)
+        self._whole: PlannedStep | None = None  # whose plan and whose place in memory it has
+        self._is_ready = False  # slots are there, and the plan was made for memory as it is
+        self._trusted_at: int | None = None  # moves of the variables
+        self._most_bytes = budget_bytes  # that a plan may be predicted to take
+        self._refusal: InfeasibleBudget | NoScheduleFound | None = None  # that stands unless a trial keeps the budget
+        self._may_run_in_parallel = True
+        self._replans = 0
+        self._has_trained = False
+        self._guard_blocks: list[tf.Tensor] = []
+        self._divided = 0  # how many they were when the plan was made
+        self._slots = profiled.slots()
+        self._lasting = effects.lasting(profiled.traced)
+        self._draws_in_kernels = effects.draws_in_kernels(profiled.traced)
+        self._may_update_later = effects.updates_in_branches(profiled.traced)
+        self._trial_peaks: list[int | None] = []
+        self._before_bytes: int | None = None  # in use before the last run of a trial
+        self._peaks: list[int] = []
+        self._seconds: list[float] = []
+        self._notes: list[str] = []
+        if self._lasting:
+            self._note(
+                f"the step was not tried before training, as what it does cannot be undone ({', '.join(self._lasting)})"
+                ": its first steps may take more than the budget."
+            )
+
+    @classmethod
+    def of(cls, profiled: ProfiledStep) -> PlannedStep:
+        """Plans and builds a step within its budget.
+
+        Where no plan is predicted to keep it, but the prediction is an estimate, the trial decides: of the plan with
+        the smallest prediction, and in more runs, as nothing else speaks for it. (The peaks of a `tf.scan` of
+        convolutions differed by 3 of 35 MiB from step to step.)
+
+        Raises:
+            BudgetError, InfeasibleBudget, NoScheduleFound: As the planner says.
+        """
+        settings, budget_bytes = profiled.settings, profiled.budget_bytes()
+        limit_s = settings.time_limit_s
+        if profiled.in_training:
+            profiled.stay_within(budget_bytes)
+        with profiled.phase("solve"):
+            implementation_planner = profiled.implementation_planner()
+            try:
+                candidate = implementation_planner.plan(
+                    budget_bytes,
+                    time_limit_s=limit_s,
+                    on_progress=lambda seconds, *_: settings.progress("solve", min(1.0, seconds / limit_s)),
+                )
+            except (InfeasibleBudget, NoScheduleFound) as refusal:
+                return cls._refused(profiled, budget_bytes, implementation_planner.smallest_seen(), refusal)
+        variant = profiled.variant(candidate.chosen)
+        profiled.release_graphs()
+        return cls(variant, budget_bytes, candidate, variant.build(candidate))
+
+    @classmethod
+    def _refused(
+        cls,
+        profiled: ProfiledStep,
+        budget_bytes: int,
+        smallest: EvaluatedPlan | None,
+        refusal: InfeasibleBudget | NoScheduleFound,
+    ) -> PlannedStep:
+        """A step with the plan that needs least, whose trial decides whether a refusal stands.
+
+        Raises:
+            InfeasibleBudget, NoScheduleFound: The refusal, where a trial cannot be, or cannot tell otherwise.
+        """
+        variant = None if smallest is None else profiled.variant(smallest.chosen)
+        if variant is None or not variant.profile.is_estimated or budget_bytes <= variant.base_bytes:
+            raise refusal
+        step = cls(variant, budget_bytes, smallest, variant.build(smallest))
+        if step._lasting:
+            raise refusal
+        step._refusal, step._most_bytes = refusal, smallest.peak_bytes
+        return step
+
+    @classmethod
+    def of_part(cls, whole: PlannedStep, step: ProfiledStep) -> PlannedStep | None:
+        """A step for a part of another one's batch, which follows that one's plan: nothing is measured or searched.
+
+        Args:
+            whole: The planned step.
+            step: The step for the part, with the alternatives that the plan takes.
+
+        Returns:
+            The step; None where the two have other ops.
+        """
+        candidate = follow(whole.candidate, step.op_graph)
+        if candidate is None:
+            return None
+        step.release_graphs()
+        part = cls(step, step.budget_bytes(), candidate, step.build(candidate))
+        part._whole = whole
+        return part
+
+    def __call__(self, data):
+        """Runs the step on one batch of the planned signature; returns what the unmodified step returns."""
+        return self.run([data])
+
+    def run(self, batch: list, *, can_move: bool = False):
+        """Runs the step; the first time, and once memory has been rearranged, as the last run of a trial.
+
+        Args:
+            batch: A list with the batch, which is taken out of it.
+            can_move: Nothing else holds the batch, so it can be moved to where later batches will be.
+
+        Returns:
+            What the unmodified step returns.
+
+        Raises:
+            NoScheduleFound: No plan was found that keeps the budget when it runs. Nothing has changed.
+        """
+        self._take_lease(batch, can_move)
+        if self._trusted_at == self._lease.moves:
+            return self._run(batch.pop())
+        if not self._lasting:
+            return self._tried(batch, can_move=can_move)
+        with effects.undone_if_it_fails(self._profiled.traced):
+            results = self._run(batch.pop())
+        self._trusted_at = self._lease.moves
+        return results
+
+    def try_out(self, data) -> None:
+        """Tries the step on a batch, before there is one to train on. Changes nothing.
+
+        Raises:
+            NoScheduleFound: No plan was found that keeps the budget when it runs.
+        """
+        batch = [data]
+        self._take_lease(batch, can_move=False)
+        if not self._lasting:
+            self._tried(batch, can_move=False, counts=False)
+        self._trusted_at = None  # the first batch will lie elsewhere, and may hold what zeros do not
+
+    def measured_bytes(self, data) -> int | None:
+        """The highest peak of a trial on a batch, which changes nothing; None where it cannot be tried, or has no room.
+
+        The trial ends with the first run that takes more than the budget. Where predictions are estimates, it is the
+        highest of some trials, and as much more as these differ: the turns of a loop run in no fixed order.
+        """
+        if self._lasting:
+            return None
+        self._profiled.ready_to_run()
+        self._divide()
+        trials = self._MEASURED_RUNS if self._profiled.profile.is_estimated else 1
+        peaks = [self._trial([data], can_move=False, counts=False)[0] for _ in range(trials)]
+        return None if None in peaks else 2 * max(peaks) - min(peaks)
+
+    @property
+    def traced(self) -> TracedStep:
+        """The unmodified step."""
+        return self._profiled.traced
+
+    def give_up(self) -> None:
+        """Frees what divides the memory for this step's plan: it is another one's turn."""
+        self._guard_blocks.clear()
+
+    def _take_lease(self, batch: list, can_move: bool) -> None:
+        """Makes memory what the plan was made for, if it is not.
+
+        Raises:
+            NoScheduleFound: There is no plan for the first run, known or found in time.
+        """
+        if self._whole is not None:
+            self._whole._take_lease([], can_move=False)
+            return
+        if self._has_trained:  # memory is divided, and planned for, within the budget then
+            self._profiled.stay_within(self.budget_bytes)
+        if not self._lease.is_held_by(self):
+            self._lease.take(self)
+            self._is_ready = self._is_ready and self._is_divided_again()
+        if self._is_ready:
+            return
+        if not self._has_trained:
+            self._profiled.ready_to_run()
+            self._slots.take()
+            if can_move:
+                batch.append(move_to_slots(batch, self._profiled.device))
+            self._slots.take_for_small()
+        if not self._take_plan_for_now():
+            if not self._has_trained:
+                raise self._refusal or self._profiled.planner.not_found(self.budget_bytes)
+            self._go_on_as_it_is()
+        self._is_ready = True
+
+    def _is_divided_again(self) -> bool:
+        """Divides memory for the plan once more; whether it could be divided as it was."""
+        before = self._divided
+        self._divide()
+        return self._divided == before
+
+    def _divide(self) -> None:
+        """Divides memory for the plan, as far as there is room."""
+        self._guard_blocks = self._profiled.divide(self.candidate.partition)
+        self._divided = len(self._guard_blocks)
+
+    def _tried(self, batch: list, *, can_move: bool, counts: bool = True):
+        """Runs the step, and plans it again, until what is measured keeps the budget.
+
+        Args:
+            batch: A list with the batch.
+            can_move: It can lie elsewhere in each run, as later batches will.
+            counts: The last run is a step of the training; else all that any of them writes is put back.
+
+        Returns:
+            What the last run returned, if that counts.
+
+        Raises:
+            NoScheduleFound: No plan was found that does. Nothing has changed.
+        """
+        for _ in range(self._MOST_TRIALS):
+            with self._profiled.phase("trial"):
+                peak_bytes, results = self._trial(batch, can_move, counts)
+            self._trial_peaks.append(peak_bytes)
+            if peak_bytes is not None and peak_bytes <= self.budget_bytes:
+                self._trusted_at = self._lease.moves
+                return results
+            if self._whole is not None:  # to plan it would take more than it can take too much
+                break
+            if self._refusal is not None:  # no plan was found that is predicted to take less
+                break
+            self._tighten(peak_bytes)
+            if not self._take_plan_for_now():
+                break
+        has_begun = self._has_trained or (self._whole is not None and self._whole._has_trained)
+        if not has_begun or self._trial_peaks[-1] is None:
+            raise self._not_kept()
+        self._go_on_as_it_is()
+        return self._run(batch.pop())
+
+    def _go_on_as_it_is(self) -> None:
+        """Keeps the plan that there is: training has begun, and is not ended for what a step takes too much."""
+        self._note("no plan keeps the budget with what was measured; the last one stays.")
+        self._replans = self._MOST_REPLANS
+        self._trusted_at = self._lease.moves
+        if self._whole is None:  # memory is no longer divided, as another plan was sought
+            self._divide()
+
+    def _not_kept(self) -> NoScheduleFound:
+        """The error for a budget that no plan kept when it ran."""
+        if self._refusal is None:
+            planner = (self._whole or self)._profiled.planner
+            smallest_bytes = planner.not_found(self._most_bytes).best_peak_bytes
+            if smallest_bytes is not None:
+                smallest_bytes += self.budget_bytes - self._most_bytes  # what was not foreseen
+            predicted = ""
+        else:
+            smallest_bytes = min(filter(None, (self._trial_peaks[-1], self._most_bytes)))
+            predicted = f" (predicted: {_shown(self.candidate.peak_bytes)})"
+        return NoScheduleFound(
+            f"no plan was found that keeps {_shown(self.budget_bytes)} when it runs: in trials the step took "
+            f"{', '.join(map(_shown, self._trial_peaks))}{predicted}. Smallest budget found: {_shown(smallest_bytes)}. "
+            "Try: a smaller batch, or a budget above that.",
+            best_peak_bytes=smallest_bytes,
+        )
+
+    def _trial(self, batch: list, can_move: bool, counts: bool) -> tuple[int | None, object]:
+        """Runs the step some times, more often where it was refused, until one takes more than the budget.
+
+        The runs before the last one follow on each other: one that accumulates gradients may be followed by one that
+        updates the weights. The last one starts where training does.
+
+        Returns:
+            The highest peak in bytes, None where memory ran out; and what the last run returned, if that counts.
+        """
+        before = effects.Snapshot(self._profiled.traced)
+        highest = 0
+        for left in reversed(range(self._trial_runs)):
+            is_kept = False
+            if not left:
+                self._start_again(before)
+            self._before_bytes = devices.in_use_bytes(self._profiled.device)
+            try:
+                devices.reset_peak(self._profiled.device)
+                results, seconds = self._call(batch[0], wait=True)
+                highest = max(highest, devices.peak_bytes(self._profiled.device))
+                is_kept = counts and not left and highest <= self.budget_bytes
+            except BaseException as error:
+                before.restore()
+                if is_out_of_memory(error):
+                    return None, None
+                raise
+            if is_kept:
+                self._book(seconds, devices.peak_bytes(self._profiled.device))
+                return highest, results
+            del results
+            if highest > self.budget_bytes:
+                break
+            if can_move:
+                batch.append(move_to_slots(batch, self._profiled.device))
+        self._start_again(before)
+        return highest, None
+
+    @property
+    def _trial_runs(self) -> int:
+        if self._refusal is not None:
+            return self._MEASURED_RUNS
+        return self._TRIAL_RUNS + self._may_update_later
+
+    def _start_again(self, before: effects.Snapshot) -> None:
+        """Undoes all that runs of a trial have written, and what they drew."""
+        before.restore()
+        if self._draws_in_kernels:
+            self._function = self._profiled.build(self.candidate)
+
+    def _run(self, data):
+        """Runs the step once. It is planned again before the next run if it took too much.
+
+        What others hold before or behind the run that they did not when the step was tried is not the step's: batches
+        that a pipeline draws come and go, also while it runs.
+        """
+        device = self._profiled.device
+        measuring = len(self._peaks) < self._MEASURED_RUNS
+        if measuring:
+            devices.reset_peak(device)
+        in_use_bytes, seen_bytes = devices.in_use_bytes(device), devices.peak_bytes(device)
+        results, seconds = self._call(data, wait=measuring)
+        peak_bytes = devices.peak_bytes(device)
+        if measuring:
+            self._book(seconds, peak_bytes)
+        in_use_bytes = max(in_use_bytes, devices.in_use_bytes(device))
+        others_bytes = 0 if self._before_bytes is None else max(0, in_use_bytes - self._before_bytes)
+        if self._replans < self._MOST_REPLANS and peak_bytes > max(self.budget_bytes + others_bytes, seen_bytes):
+            self._plan_again(peak_bytes)
+        return results
+
+    def _call(self, data, *, wait: bool) -> tuple[object, float]:
+        """Calls the planned function.
+
+        Args:
+            data: The batch.
+            wait: Whether to return only when the device has run it all.
+
+        Returns:
+            What the unmodified step returns, and the seconds that it took.
+        """
+        feeds = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
+        start = time.perf_counter()
+        results = call_unoptimized(self._function, feeds + self._captured, in_lanes=bool(self.candidate.regions))
+        if wait:
+            devices.wait(self._profiled.device)
+        seconds = time.perf_counter() - start
+        return tf.nest.pack_sequence_as(self._structure, results, expand_composites=True), seconds
+
+    def _book(self, seconds: float, peak_bytes: int) -> None:
+        self._has_trained = True
+        self._seconds.append(seconds)
+        self._peaks.append(peak_bytes)
+
+    def _take_plan_for_now(self) -> bool:
+        """Goes on with a plan that keeps the budget from where memory stands now, and divides memory for it.
+
+        Returns:
+            Whether there is one, known or found in time.
+        """
+        found = self._plan_for_now() or self._other_plan()
+        if found is None:
+            return False
+        if not found.runs_as(self.candidate):
+            self._build(found)  # what its function holds moves memory once more
+            self._slots.take_for_small()
+            found = self._plan_for_now() or found
+        self._build(found)
+        self._divide()
+        return True
+
+    def _plan_for_now(self) -> EvaluatedPlan | None:
+        """The plan with the peak that it has from where memory stands now, or None if that is too much."""
+        self._guard_blocks.clear()
+        planner = self._profiled.planner
+        planner.forget_peaks()
+        if not self._may_run_in_parallel:
+            return planner.verified(dataclasses.replace(self.candidate, regions=()), self._most_bytes)
+        found = planner.verified(self.candidate, self._most_bytes)
+        return None if found is None else planner.with_regions(found, self._most_bytes)
+
+    def _other_plan(self) -> EvaluatedPlan | None:
+        """A plan in place of one that takes too much now; before the first run sought at leisure if not found soon."""
+        planner, limit_s = self._profiled.planner, self._profiled.settings.time_limit_s
+        if self._replans:
+            limit_s = self._REPLAN_LIMIT_S
+        soon_s = min(limit_s, self._REPLAN_LIMIT_S)
+        with self._profiled.phase("solve"):
+            found = planner.replacement(self.candidate, self._most_bytes, time_limit_s=soon_s)
+            if limit_s > soon_s and (found is None or found.time_s > self._AS_FAST * self.candidate.time_s):
+                found = cheapest([found, planner.search(self._most_bytes, time_limit_s=limit_s)])
+        return found
+
+    def _plan_again(self, measured_bytes: int) -> None:
+        """Before the next run, plans with less, and tries that plan before it is trusted."""
+        unforeseen = max(0, measured_bytes - self.candidate.peak_bytes)
+        self._note(f"a step took {measured_bytes:,} bytes, {unforeseen:,} more than predicted; planned again.")
+        self._tighten(measured_bytes)
+        self._replans += 1
+        self._is_ready = False
+        self._trusted_at = None
+        self._peaks.clear()
+        self._seconds.clear()
+
+    def _tighten(self, measured_bytes: int | None) -> None:
+        """Gives the planner less: by what was measured above the prediction. Parallel regions are given up first.
+
+        Args:
+            measured_bytes: None where the step ran out of memory.
+        """
+        if self.candidate.regions:
+            self._may_run_in_parallel = False
+        elif measured_bytes is None:
+            self._most_bytes = self.candidate.peak_bytes - round(self._OUT_OF_MEMORY * self.budget_bytes)
+        else:
+            self._most_bytes = self.budget_bytes - max(0, measured_bytes - self.candidate.peak_bytes)
+
+    def _build(self, candidate: EvaluatedPlan) -> None:
+        if not candidate.runs_as(self.candidate):
+            self._function = self._profiled.build(candidate)
+        self.candidate = candidate
+
+    def _note(self, text: str) -> None:
+        self._notes.append(text)
+        _log.warning("%s", text)
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Highest allocator peak of the measured runs, the first left out where there are more."""
+        return max(self._peaks[1:] or self._peaks, default=None)
+
+    def report(self) -> Report:
+        """What was promised and what was measured."""
+        candidate, profiled = self.candidate, self._profiled
+        seconds = sorted(self._seconds[1:] or self._seconds)
+        return describe.report(
+            candidate,
+            profiled.base_bytes,
+            strategy=profiled.settings.strategy,
+            budget_bytes=self.budget_bytes,
+            measured_peak_bytes=self.measured_peak_bytes,
+            trial_peaks_bytes=self._trial_peaks,
+            measured_step_s=seconds[len(seconds) // 2] if seconds else None,
+            phases_s=profiled.phases_s,
+            implementations=[ImplementationRow(f.rule, f.where, f.saved_bytes) for f in profiled.traced.fired],
+            choices=profiled.choices(candidate.plan, candidate.op_graph),
+            notes=(*profiled.notes, *self._notes),
+        )
+
+
+def _shown(nbytes: int | None) -> str:
+    return "more than there is" if nbytes is None else f"{format_bytes(nbytes, round_up=True)} ({nbytes:,} bytes)"

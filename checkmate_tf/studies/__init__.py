@@ -1,0 +1,1 @@
+"""Questions that take many plans: the largest batch, the curve of budgets."""

@@ -1,0 +1,135 @@
+"""What a step does where its plan no longer keeps the budget before the first run, beside a planner that is stubbed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from tensorflow.core.framework.graph_pb2 import GraphDef
+
+from checkmate_tf.device_memory.lease import lease
+from checkmate_tf.errors import NoScheduleFound
+from checkmate_tf.step.planned_step import PlannedStep
+
+
+def plan(seconds: float) -> SimpleNamespace:
+    return placed(object(), seconds, ())
+
+
+def placed(what: object, seconds: float, partition: tuple[int, ...]) -> SimpleNamespace:
+    """A candidate that another one runs as if both are of the same plan."""
+    runs_as = lambda other: other.plan is what  # noqa: E731
+    return SimpleNamespace(plan=what, time_s=seconds, partition=partition, regions=(), runs_as=runs_as)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithRegions:
+    """A plan with room for parallel regions."""
+
+    plan: str = "plan"
+    regions: tuple[str, ...] = ()
+    time_s: float = 1.0
+    peak_bytes: int = 90
+    partition: tuple[int, ...] = ()
+
+    def runs_as(self, other) -> bool:
+        return (self.plan, self.regions) == (other.plan, other.regions)
+
+
+def stubbed(soon, later, *, verified=lambda _: None):
+    """A step whose plan takes 1 s, what it asked for, and the planner's answers."""
+    asked = []
+
+    def answer(name, found):
+        return lambda *_, time_limit_s: (asked.append((name, time_limit_s)), found)[1]
+
+    planner = SimpleNamespace(
+        forget_peaks=lambda: None,
+        verified=lambda candidate, _: verified(candidate),
+        with_regions=lambda candidate, _: candidate,
+        replacement=answer("soon", soon),
+        search=answer("later", later),
+        not_found=lambda _: NoScheduleFound("none"),
+    )
+    profiled = SimpleNamespace(
+        planner=planner,
+        settings=SimpleNamespace(time_limit_s=60.0),
+        traced=SimpleNamespace(
+            captured=[], interface=SimpleNamespace(structure=(), variable_of={}), graph_def=GraphDef()
+        ),
+        device="CPU:0",
+        ready_to_run=lease("CPU:0").moved,
+        stay_within=lambda _: None,
+        phase=lambda _: contextlib.nullcontext(),
+        build=lambda candidate: ("function of", candidate),
+        divide=lambda _: [],
+        slots=lambda: SimpleNamespace(take=lambda: None, take_for_small=lambda: None),
+    )
+    return PlannedStep(profiled, 100, plan(1.0), None), asked
+
+
+def ready(step: PlannedStep) -> None:
+    """Makes it ready to run."""
+    step._take_lease([], can_move=False)
+
+
+@pytest.mark.parametrize(
+    ("soon_s", "later_s", "taken_s", "asked"),
+    [
+        (1.01, None, 1.01, [("soon", 10.0)]),
+        (1.5, 1.1, 1.1, [("soon", 10.0), ("later", 60.0)]),
+        (1.5, 1.7, 1.5, [("soon", 10.0), ("later", 60.0)]),
+        (None, 1.7, 1.7, [("soon", 10.0), ("later", 60.0)]),
+    ],
+)
+def test_a_plan_is_replaced_soon_and_by_a_whole_search_only_where_that_costs_time(soon_s, later_s, taken_s, asked):
+    step, calls = stubbed(soon_s and plan(soon_s), later_s and plan(later_s))
+    ready(step)
+    assert step.candidate.time_s == taken_s
+    assert step._function == ("function of", step.candidate)
+    assert calls == asked
+
+
+def test_what_replaces_a_plan_is_looked_at_again_once_it_is_built():
+    other = plan(1.0)
+    moved = placed(other.plan, 1.0, (7,))
+    step, _ = stubbed(other, None, verified=lambda candidate: moved if candidate is other else None)
+    ready(step)
+    assert step.candidate is moved
+    assert step._function == ("function of", other)
+
+
+def test_a_step_that_nothing_keeps_within_the_budget_is_refused():
+    step, _ = stubbed(None, None)
+    with pytest.raises(NoScheduleFound):
+        ready(step)
+
+
+def test_a_step_above_its_budget_gives_up_its_parallel_regions_before_it_is_planned_with_less():
+    step, _ = stubbed(None, None)
+    limits = []
+    step._profiled.planner.verified = lambda candidate, limit: limits.append(limit) or candidate
+    step._profiled.planner.with_regions = lambda candidate, _: dataclasses.replace(candidate, regions=("region",))
+    step.candidate = WithRegions()
+    ready(step)
+    assert step.candidate.regions == ("region",)
+    step._plan_again(107)
+    ready(step)
+    assert step.candidate.regions == ()
+    assert step._function == ("function of", WithRegions())
+    step._plan_again(107)
+    ready(step)
+    assert step.candidate.regions == ()
+    assert limits[0] == limits[-2] == 100
+    assert limits[-1] == 100 - 17
+
+
+def test_where_no_other_plan_is_found_memory_is_divided_again_for_the_last_one():
+    step, _ = stubbed(None, None)
+    step._has_trained = True
+    step._profiled.divide = lambda partition: [("divided for", partition)]
+    ready(step)
+    assert step._guard_blocks == [("divided for", ())]
+    assert step._notes == ["no plan keeps the budget with what was measured; the last one stays."]
