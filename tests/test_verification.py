@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -19,23 +18,7 @@ def plan(seconds: float) -> SimpleNamespace:
 
 
 def placed(what: object, seconds: float, partition: tuple[int, ...]) -> SimpleNamespace:
-    """A candidate that another one runs as if both are of the same plan."""
-    runs_as = lambda other: other.plan is what  # noqa: E731
-    return SimpleNamespace(plan=what, time_s=seconds, partition=partition, regions=(), runs_as=runs_as)
-
-
-@dataclasses.dataclass(frozen=True)
-class WithRegions:
-    """A plan with room for parallel regions."""
-
-    plan: str = "plan"
-    regions: tuple[str, ...] = ()
-    time_s: float = 1.0
-    peak_bytes: int = 90
-    partition: tuple[int, ...] = ()
-
-    def runs_as(self, other) -> bool:
-        return (self.plan, self.regions) == (other.plan, other.regions)
+    return SimpleNamespace(plan=what, time_s=seconds, peak_bytes=90, partition=partition)
 
 
 def stubbed(soon, later, *, verified=lambda _: None):
@@ -48,7 +31,6 @@ def stubbed(soon, later, *, verified=lambda _: None):
     planner = SimpleNamespace(
         forget_peaks=lambda: None,
         verified=lambda candidate, _: verified(candidate),
-        with_regions=lambda candidate, _: candidate,
         replacement=answer("soon", soon),
         search=answer("later", later),
         not_found=lambda _: NoScheduleFound("none"),
@@ -107,23 +89,14 @@ def test_a_step_that_nothing_keeps_within_the_budget_is_refused():
         ready(step)
 
 
-def test_a_step_above_its_budget_gives_up_its_parallel_regions_before_it_is_planned_with_less():
-    step, _ = stubbed(None, None)
+def test_a_step_above_its_budget_is_planned_with_as_much_less():
     limits = []
+    step, _ = stubbed(None, None)
     step._profiled.planner.verified = lambda candidate, limit: limits.append(limit) or candidate
-    step._profiled.planner.with_regions = lambda candidate, _: dataclasses.replace(candidate, regions=("region",))
-    step.candidate = WithRegions()
     ready(step)
-    assert step.candidate.regions == ("region",)
     step._plan_again(107)
     ready(step)
-    assert step.candidate.regions == ()
-    assert step._function == ("function of", WithRegions())
-    step._plan_again(107)
-    ready(step)
-    assert step.candidate.regions == ()
-    assert limits[0] == limits[-2] == 100
-    assert limits[-1] == 100 - 17
+    assert (limits[0], limits[-1]) == (100, 100 - 17)
 
 
 def test_where_no_other_plan_is_found_memory_is_divided_again_for_the_last_one():

@@ -12,6 +12,7 @@ from checkmate_tf.errors import GraphError
 
 LOOPS = frozenset({"While", "StatelessWhile"})
 """TensorFlow's types of the ops that run another graph again and again."""
+_UNORDERED = frozenset({"Const", "Placeholder", "ReadVariableOp", "NoOp"})
 
 CONTROL_FLOW = LOOPS | {"If", "StatelessIf", "Case", "StatelessCase"}
 """TensorFlow's types of the ops that run other graphs, as often as they find."""
@@ -139,6 +140,12 @@ class OpGraph:
         alias[self.producer[owners]] = False
         return alias
 
+    @cached_property
+    def is_ordered(self) -> np.ndarray:
+        """bool (ops,). A plan's order is about the op: it computes. The others run once their input is there."""
+        computes: np.ndarray = ~self.is_alias & np.array([kind not in _UNORDERED for kind in self.types], dtype=bool)
+        return computes
+
     @classmethod
     def from_graph(cls, graph: Graph) -> OpGraph:
         """One op with one tensor per node, so that node-level schedules can be simulated and validated.
@@ -185,7 +192,6 @@ class Costs:
         time_s: float64 (ops,). Seconds of the first run.
         workspace_bytes: int64 (ops,). Scratch in use while the op runs, beside inputs and outputs.
         variant_s: float64 (ops,). Seconds of each later run. Defaults to those of the first.
-        busy: float64 (ops,). Share of the device that the op keeps busy, from 0 to 1. Defaults to all of it.
         requests: Op -> what it asks of the allocator beside its outputs while it runs, in order, where that is more
             than one block of its workspace behind them: the allocator may round each block, and what is given back
             in between is where the next one comes to lie. A size in bytes asks for a block, -k gives back the k-th
@@ -195,15 +201,12 @@ class Costs:
 
     time_s: np.ndarray
     workspace_bytes: np.ndarray
-    variant_s: np.ndarray = None  # type: ignore[assignment]  # both are set behind
-    busy: np.ndarray = None  # type: ignore[assignment]
+    variant_s: np.ndarray = None  # type: ignore[assignment]  # set behind
     requests: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.variant_s is None:
             object.__setattr__(self, "variant_s", self.time_s)
-        if self.busy is None:
-            object.__setattr__(self, "busy", np.ones(len(self.time_s)))
 
     def sequence_s(self, ops: np.ndarray) -> float:
         """Seconds of a sequence of ops, in which those that repeat run again."""

@@ -26,7 +26,6 @@ def permute(graph: OpGraph, costs: Costs, order: Sequence[int]) -> tuple[OpGraph
         costs.time_s[former],
         costs.workspace_bytes[former],
         costs.variant_s[former],
-        costs.busy[former],
         requests={place[op]: asked for op, asked in costs.requests.items()},
     )
 

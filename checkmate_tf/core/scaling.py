@@ -95,7 +95,7 @@ class BatchScaling:
             t: _scaled(sizes, tensor_bytes[t] / max(1, self.op_graph.tensor_bytes[t]))
             for t, sizes in self.op_graph.list_blocks.items()
         }
-        costs = Costs(self.costs.time_s * factor, workspace, self.costs.variant_s * factor, self.costs.busy, requests)
+        costs = Costs(self.costs.time_s * factor, workspace, self.costs.variant_s * factor, requests)
         return dataclasses.replace(self.op_graph, tensor_bytes=tensor_bytes, list_blocks=lists), costs
 
 

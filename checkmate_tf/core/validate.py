@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from checkmate_tf.core.opgraph import OpGraph
-from checkmate_tf.core.parallel_regions import ParallelRegion
 from checkmate_tf.core.plan import Compute, Plan
 from checkmate_tf.core.simulate import Memory
 from checkmate_tf.errors import InvalidPlan
@@ -39,47 +36,6 @@ def validate(
         if memory is None:
             raise InvalidPlan("a limit can only be checked with a simulation.")
         _check_peak(graph, plan, memory, limit_bytes)
-
-
-def validate_regions(graph: OpGraph, plan: Plan, regions: Sequence[ParallelRegion]) -> None:
-    """Checks that the lanes of a valid plan's parallel regions may run in any order, and side by side.
-
-    Args:
-        graph: The step.
-        plan: The plan.
-        regions: Its parallel regions.
-
-    Raises:
-        InvalidPlan: Naming the step, the op and the rule: a parallel region that is not in the plan or has steps in
-            common with another one, an op in a lane that has a side effect or is fused with another one, one that reads
-            what the other lane makes, or one in the second lane that may take over storage that the first one reads.
-    """
-    end = 0
-    for region in sorted(regions, key=lambda region: region.begin):
-        if not end <= region.begin < region.middle < region.end <= len(plan):
-            raise InvalidPlan(f"{region} must have two lanes of the plan's {len(plan)} steps, after step {end}.")
-        end = region.end
-        first, second = range(region.begin, region.middle), range(region.middle, region.end)
-        for lane, other in ((first, second), (second, first)):
-            _check_lane(graph, plan, lane, other)
-        read = {int(graph.storage[t]) for s in first for t in graph.read_by(plan.ops[s], again=plan.instance[s] > 0)}
-        for step in second:
-            op = int(plan.ops[step])
-            if read.intersection(graph.storage[list(graph.forwarding[op])].tolist()):
-                raise InvalidPlan(f"step {step} ({graph.names[op]}) may take over storage that the first lane reads.")
-
-
-def _check_lane(graph: OpGraph, plan: Plan, lane: range, other: range) -> None:
-    fused = {*graph.pairs, *graph.pairs.values()}
-    from_other = set(other)
-    for step in lane:
-        op = int(plan.ops[step])
-        if graph.has_side_effects[op] or op in fused:
-            raise InvalidPlan(f"step {step} ({graph.names[op]}) has a place in the order and cannot run in a lane.")
-        if from_other.intersection(plan.sources[step]):
-            if not graph.is_alias[op]:
-                raise InvalidPlan(f"step {step} ({graph.names[op]}) reads what the other lane makes.")
-            from_other.add(step)
 
 
 def _check_peak(graph: OpGraph, plan: Plan, memory: Memory, limit_bytes: int) -> None:

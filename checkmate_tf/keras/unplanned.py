@@ -176,4 +176,4 @@ class Guard:
         return not (is_known and isinstance(error, tf.errors.OpError))
 
     def _is_known(self) -> bool:
-        return self._ran is not None and self._ran.runs_as(self._step.candidate)
+        return self._ran is not None and self._ran.plan is self._step.candidate.plan

@@ -51,18 +51,6 @@ def nodes_of(nodes: Iterable[node_def_pb2.NodeDef], bodies: Bodies) -> Iterator[
             todo += [function.node_def for name in names if (function := body(name, bodies)) is not None]
 
 
-def input_dtype(node: node_def_pb2.NodeDef, position: int, bodies: Bodies) -> int:
-    """Data type, as TensorFlow's enum, of an input of an op that is known."""
-    dtypes: list[int] = []
-    for argument in _definition(node, bodies).input_arg:
-        if argument.type_list_attr:
-            dtypes += node.attr[argument.type_list_attr].list.type
-        else:
-            dtype = node.attr[argument.type_attr].type if argument.type_attr else argument.type
-            dtypes += [dtype] * (node.attr[argument.number_attr].i if argument.number_attr else 1)
-    return dtypes[position]
-
-
 def _definition(node: node_def_pb2.NodeDef, bodies: Bodies) -> op_def_pb2.OpDef | None:
     definition = op_def_registry.get(node.op)
     if definition is not None:

@@ -23,7 +23,6 @@ from checkmate_tf.device_memory.device import (
     in_use_bytes,
     is_cpu,
     onednn_is_on,
-    threads,
     uncounted_below_bytes,
     wait,
 )
@@ -227,7 +226,6 @@ class _Alone:
         behind_pooling = self._operation.type == BEHIND_POOLING
         self._pool = pooling_of(self._node, self._operation) if behind_pooling else None
         self._seconds = self._pooling_s = math.inf
-        self._busy = 1.0
         self._is_long = False
 
     def measure(self) -> OpProfile:
@@ -320,15 +318,13 @@ class _Alone:
 
     def _take_time(self, arguments: dict[int, tf.Tensor], repeats: int) -> None:
         if self._pool:
-            pooling_s, _ = _time(lambda: call_unoptimized(self._pool, [arguments[0]]), self._device, repeats)
+            pooling_s = _time(lambda: call_unoptimized(self._pool, [arguments[0]]), self._device, repeats)
             self._pooling_s = min(self._pooling_s, pooling_s)
-        seconds, busy = _time(lambda: self._run_on(arguments), self._device, repeats)
-        if seconds < self._seconds:
-            self._seconds, self._busy = seconds, busy
+        self._seconds = min(self._seconds, _time(lambda: self._run_on(arguments), self._device, repeats))
 
     def _with_time(self, seen: OpProfile) -> OpProfile:
         pooling_s = self._pooling_s if self._pool else 0.0
-        return dataclasses.replace(seen, time_s=max(_SMALL_OP_S, self._seconds - pooling_s), busy=self._busy)
+        return dataclasses.replace(seen, time_s=max(_SMALL_OP_S, self._seconds - pooling_s))
 
 
 def _with_requests(alone: Mapping[str, _Alone], seen: Mapping[str, OpProfile], device: str) -> dict[str, OpProfile]:
@@ -383,29 +379,23 @@ def _address(value: tf.Tensor) -> int | None:
         return None
 
 
-def _time(run: Callable, device: str, repeats: int) -> tuple[float, float]:
-    """What several runs take.
+def _time(run: Callable, device: str, repeats: int) -> float:
+    """The least seconds of several runs.
 
     Args:
         run: What to run.
         device: On which.
         repeats: How often at least; short runs are repeated more often.
-
-    Returns:
-        Least seconds of a run; share of the device that they kept busy. One other than a CPU runs a step's ops one at a
-        time: it counts as all busy.
     """
     wait(device)
     seconds: list[float] = []
-    before_s = time.process_time()
     while len(seconds) < repeats or (sum(seconds) < _TARGET_S and len(seconds) < _MOST_REPEATS):
         start = time.perf_counter()
         result = run()
         wait(device)
         seconds.append(time.perf_counter() - start)
         del result
-    busy = (time.process_time() - before_s) / (sum(seconds) * threads()) if is_cpu(device) else 1.0
-    return min(seconds), min(1.0, busy)
+    return min(seconds)
 
 
 def _apply(
@@ -417,14 +407,14 @@ def _apply(
     by_onednn: bool,
 ) -> tuple[OpGraph, Costs]:
     """Enters what was measured, and the scratch that was counted, into the graph and its costs."""
-    time_s, busy = np.full(graph.n, _SMALL_OP_S), np.ones(graph.n)
+    time_s = np.full(graph.n, _SMALL_OP_S)
     time_s[[len(out) == 0 and not once for out, once in zip(graph.outputs, graph.has_side_effects, strict=True)]] = 0.0
     workspace = np.zeros(graph.n, dtype=np.int64)
     workspace[list(scratch)] = [sum(blocks) for blocks in scratch.values()]
     storage = graph.storage.copy()
     forwarding = list(graph.forwarding)
     for op, seen in profiles.items():
-        time_s[op], workspace[op], busy[op] = seen.time_s, seen.workspace_bytes, seen.busy
+        time_s[op], workspace[op] = seen.time_s, seen.workspace_bytes
         forwarding[op] = tuple(graph.inputs[op][k] for k in seen.forwarding)
         for output, k in seen.aliases:
             storage[graph.outputs[op][output]] = storage[graph.inputs[op][k]]
@@ -439,7 +429,7 @@ def _apply(
         graph = _with_pooling_indices(graph, profiles, workspace)
     requests = {op: blocks for op, blocks in scratch.items() if len(blocks) > 1}
     requests |= {op: seen.requests for op, seen in profiles.items() if _explains(seen, workspace[op])}
-    return graph, Costs(time_s, workspace, busy=busy, requests=requests)
+    return graph, Costs(time_s, workspace, requests=requests)
 
 
 def _explains(seen: OpProfile, workspace_bytes: int) -> bool:
@@ -458,9 +448,7 @@ def _with_reruns(graph: OpGraph, costs: Costs, again: dict[int, OpProfile]) -> t
             kept[op] = graph.recompute_variants[op]
     same = workspace == costs.workspace_bytes
     requests = {op: asked for op, asked in costs.requests.items() if same[op]}
-    return dataclasses.replace(graph, recompute_variants=kept), Costs(
-        costs.time_s, workspace, variant_s, costs.busy, requests
-    )
+    return dataclasses.replace(graph, recompute_variants=kept), Costs(costs.time_s, workspace, variant_s, requests)
 
 
 def _with_pooling_indices(graph: OpGraph, profiles: dict[int, OpProfile], workspace: np.ndarray) -> OpGraph:

@@ -32,7 +32,6 @@ class OpProfile:
         forwarding: Positions of the inputs whose storage an output takes over when they die there.
         taker: Position of that output.
         aliases: (position of an output, position of the input whose storage it shares even when that lives on).
-        busy: Share of the device that it keeps busy, from 0 to 1.
         requests: As in `Costs`, where it was seen; empty if it asks for one block behind its outputs, or none.
     """
 
@@ -41,7 +40,6 @@ class OpProfile:
     forwarding: tuple[int, ...] = ()
     taker: int = 0
     aliases: tuple[tuple[int, int], ...] = ()
-    busy: float = 1.0
     requests: tuple[int, ...] = ()
 
 
@@ -108,15 +106,15 @@ def _entry(value: dict) -> OpProfile:
     Raises:
         ValueError: A number is missing or out of range.
     """
-    time_s, busy = float(value["time_s"]), float(value["busy"])
+    time_s = float(value["time_s"])
     workspace_bytes, taker = int(value["workspace_bytes"]), int(value["taker"])
     aliases = tuple((int(output), int(of)) for output, of in value["aliases"])
     requests, forwarding = (tuple(int(k) for k in value[name]) for name in ("requests", "forwarding"))
-    if not 0 <= time_s < 1e4 or not 0 <= busy <= 1 or min((taker, *forwarding, *sum(aliases, ()))) < 0:
+    if not 0 <= time_s < 1e4 or min((taker, *forwarding, *sum(aliases, ()))) < 0:
         raise ValueError(f"out of range: {value}")
     if not 0 <= workspace_bytes < _TOO_MUCH_BYTES or not _is_possible(requests):
         raise ValueError(f"out of range: {value}")
-    return OpProfile(time_s, workspace_bytes, forwarding, taker, aliases, busy, requests)
+    return OpProfile(time_s, workspace_bytes, forwarding, taker, aliases, requests)
 
 
 def _is_possible(requests: tuple[int, ...]) -> bool:

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2
-from tensorflow.python.eager import context, execute, wrap_function
+from tensorflow.python.eager import context, wrap_function
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.framework import func_graph
 
 from checkmate_tf.core.opgraph import OpGraph
-from checkmate_tf.core.parallel_regions import ParallelRegion, is_ordered, lane_of_steps, to_hold
 from checkmate_tf.core.plan import Plan
 from checkmate_tf.lowering.branches import GATE_IN, GATE_OUT, called, gate
 from checkmate_tf.lowering.creation import op_of
-from checkmate_tf.lowering.definitions import input_dtype
 from checkmate_tf.lowering.in_place import NOT_FOLDED, in_place, one_row, writable
 from checkmate_tf.lowering.onednn import MERGEABLE
 from checkmate_tf.lowering.trace import TracedStep
@@ -26,22 +24,16 @@ _config.graph_options.rewrite_options.disable_meta_optimizer = True
 _NO_GRAPPLER = _config.SerializeToString()
 
 
-def call_unoptimized(function, arguments: Sequence[tf.Tensor], *, in_lanes: bool = False) -> list[tf.Tensor]:
+def call_unoptimized(function, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Calls a function with Grappler off for it alone.
 
     Args:
         function: As `as_function` makes it, or lean.
         arguments: One value or resource handle per feed.
-        in_lanes: Its ops may run side by side, as those of a function that Keras calls. By default they run one at a
-            time, as the op StatefulPartitionedCall does it.
     """
-    if not in_lanes:
-        return tf.raw_ops.StatefulPartitionedCall(
-            args=arguments, Tout=[t.dtype for t in function.outputs], f=function, config_proto=_NO_GRAPPLER
-        )
-    attributes = ("executor_type", "", "config_proto", _NO_GRAPPLER)
-    name, count = function.name.decode(), len(function.outputs)
-    return list(execute.execute(name, count, list(arguments), attributes, context.context()))
+    return tf.raw_ops.StatefulPartitionedCall(
+        args=arguments, Tout=[t.dtype for t in function.outputs], f=function, config_proto=_NO_GRAPPLER
+    )
 
 
 class Lean:
@@ -81,23 +73,21 @@ def as_function(graph_def: graph_pb2.GraphDef, feeds: Sequence[str], fetches: Se
     return wrap_function.WrappedFunction(graph, variable_holder=wrap_function.VariableHolder())
 
 
-def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan, regions: Sequence[ParallelRegion] = ()):
+def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan):
     """Builds the function that runs a plan.
 
     Every op that computes gets a control edge from the one before it, unless a data edge orders the
-    two already; in a parallel region, each lane is such a chain. Ops that only read or rename run when their input is
-    there.
+    two already. Ops that only read or rename run when their input is there.
 
     Args:
         traced: The step that was planned.
         graph: Its ops, by which the plan names them.
         plan: What to run, in which order.
-        regions: Where steps run side by side, no two of them with a step in common; by default nowhere.
 
     Returns:
         A concrete function with the feeds of the traced step, its shared constants behind them, and its fetches.
     """
-    graph_def, latest = planned_graph_def(traced, graph, plan, regions)
+    graph_def, latest = planned_graph_def(traced, graph, plan)
     made_once = {graph.names[op] for op in graph.recompute_variants}  # all outputs but the first
 
     def renamed(tensor: str) -> str:
@@ -112,12 +102,9 @@ def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan, regions: Sequence[Pa
     )
 
 
-def planned_graph_def(
-    traced: TracedStep, graph: OpGraph, plan: Plan, regions: Sequence[ParallelRegion] = ()
-) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
+def planned_graph_def(traced: TracedStep, graph: OpGraph, plan: Plan) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
     """The plan as a GraphDef, and for each op the name of its last run."""
     nodes = {node.name: node for node in traced.graph_def.node}
-    bodies = {body.signature.name: body for body in traced.graph_def.library.function}
     built = graph_pb2.GraphDef()
     built.versions.CopyFrom(traced.graph_def.versions)
     built.library.CopyFrom(traced.graph_def.library)
@@ -128,12 +115,7 @@ def planned_graph_def(
     built.node.extend([one_row()] if variables else [])
     built.node.extend(_fed(nodes[name]) for name in traced.shared_constants)
     chain = _Chain(graph)
-    ordered = is_ordered(graph)
-    lanes = lane_of_steps(len(plan), regions)
-    held = to_hold(graph, plan, regions)
-    for step, (op, instance, sources, lane) in enumerate(
-        zip(plan.ops.tolist(), plan.instance.tolist(), plan.sources, lanes.tolist(), strict=True)
-    ):
+    for op, instance, sources in zip(plan.ops.tolist(), plan.instance.tolist(), plan.sources, strict=True):
         if graph.names[op] in traced.shared_constants:
             names.append(graph.names[op])
             latest[graph.names[op]] = graph.names[op]
@@ -144,23 +126,21 @@ def planned_graph_def(
             original = traced.recompute_variants[graph.names[op]]
         node = node_def_pb2.NodeDef()
         node.CopyFrom(original)
-        node.name = graph.names[op] if instance == 0 else f"{graph.names[op]}/again_{instance}"
-        is_gated = ordered[op] and any(called(node))
+        node.name = graph.names[op] if instance == 0 else f"{graph.names[op]}/recompute_{instance}"
+        is_gated = graph.is_ordered[op] and any(called(node))
         inputs = [name for name in original.input if not name.startswith("^")]
         controls = {latest[name[1:]] for name in original.input if name.startswith("^")}
         data = [
             (names[source], name.partition(":")[2]) for source, name in zip(sources, inputs, strict=False)
         ]  # hidden inputs last
-        if ordered[op]:
+        if graph.is_ordered[op]:
             kinds = [(nodes[graph.names[plan.ops[s]]].op, names[s]) for s in sources]
-            for k in chain.must_keep_apart(op, lane, kinds):
+            for k in chain.must_keep_apart(op, kinds):
                 data[k] = (_identity(built, node, k, data[k]), "")
-            controls |= chain.append(op, f"{node.name}/{GATE_OUT}" if is_gated else node.name, lane)
+            controls |= chain.append(op, f"{node.name}/{GATE_OUT}" if is_gated else node.name)
             if is_gated:
                 built.node.append(gate(node, GATE_IN, controls | {source for source, _ in data}))
                 controls = {built.node[-1].name}
-            for k in held.get(step, ()):
-                chain.add(_hold(built, node, k, data[k], input_dtype(node, k, bodies)))
         controls -= {source for source, _ in data}
         del node.input[:]
         node.input.extend(f"{source}:{output}" if output else source for source, output in data)
@@ -178,56 +158,35 @@ def planned_graph_def(
 
 
 class _Chain:
-    """The control edges that allow the plan's order, with its parallel regions, and no other."""
+    """The control edges that allow the plan's order and no other."""
 
     def __init__(self, graph: OpGraph):
         self._graph = graph
         self._last_op: int | None = None
-        self._lane = 0  # of the last op
-        self._ends: list[set[str]] = []  # the last nodes of each lane
-        self._waits: set[str] = set()  # what the last node waits for
-        self._fork: set[str] = set()  # what the first node of each lane waits for
+        self._last: set[str] = set()  # the last node; two of a pair
+        self._waits: set[str] = set()  # what it waits for
 
-    def must_keep_apart(self, op: int, lane: int, sources: Sequence[tuple[str, str]]) -> list[int]:
+    def must_keep_apart(self, op: int, sources: Sequence[tuple[str, str]]) -> list[int]:
         """Inputs of `op`, the next one, behind which oneDNN's pass must not see what it would merge with the op."""
         if op in self._graph.pairs and self._graph.pairs[op] != self._last_op:
             return [0]
-        kind, nearest = self._graph.types[op], self._nearest(lane)
+        kind = self._graph.types[op]
         mergeable = [k for k, (source_kind, _) in enumerate(sources) if (source_kind, kind) in MERGEABLE]
-        return [k for k in mergeable if nearest != {sources[k][1]}]
+        return [k for k in mergeable if self._last != {sources[k][1]}]
 
-    def append(self, op: int, name: str, lane: int) -> set[str]:
+    def append(self, op: int, name: str) -> set[str]:
         """Names of the nodes that the next one must wait for.
 
         Args:
             op: That runs next.
             name: Of its node.
-            lane: In which it runs.
         """
         if self._last_op is not None and self._graph.pairs.get(op) == self._last_op:
-            self._ends[-1].add(name)
-            self._last_op = op
-            return set(self._waits)
-        self._waits = self._nearest(lane)
-        if lane and lane == self._lane:
-            self._ends[-1] = {name}
-        elif lane == 2:
-            self._ends.append({name})
+            self._last.add(name)
         else:
-            self._fork = self._waits
-            self._ends = [{name}]
-        self._last_op, self._lane = op, lane
+            self._waits, self._last = self._last, {name}
+        self._last_op = op
         return set(self._waits)
-
-    def add(self, name: str) -> None:
-        """One more node at the end of the lane, which waits for the last one by itself."""
-        self._ends[-1] = {*self._ends[-1], name}
-
-    def _nearest(self, lane: int) -> set[str]:
-        """Those in front of the next node, in its lane."""
-        if lane and lane == self._lane:
-            return self._ends[-1]
-        return self._fork if lane == 2 else set().union(*self._ends)
 
 
 def _fed(constant: node_def_pb2.NodeDef) -> node_def_pb2.NodeDef:
@@ -245,12 +204,3 @@ def _identity(built: graph_pb2.GraphDef, node: graph_pb2.NodeDef, k: int, source
     identity.input.append(f"{name}:{output}" if output else name)
     identity.attr["T"].CopyFrom(node.attr["T"])
     return identity.name
-
-
-def _hold(built: graph_pb2.GraphDef, node: node_def_pb2.NodeDef, k: int, source: tuple[str, str], dtype: int) -> str:
-    """Adds an Identity that needs input `k` of a node until it has run, and returns its name."""
-    name, output = source
-    held = built.node.add(name=f"{node.name}/held_{k}", op="Identity", device=node.device)
-    held.input.extend([f"{name}:{output}" if output else name, f"^{node.name}"])
-    held.attr["T"].type = dtype
-    return held.name

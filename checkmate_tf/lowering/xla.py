@@ -178,7 +178,7 @@ class _Writer:
         node = node_def_pb2.NodeDef()
         node.CopyFrom(self._nodes[name])
         if again:
-            node.name = f"{name}/again_{self._plan.instance[step]}"
+            node.name = f"{name}/recompute_{self._plan.instance[step]}"
         controls = [] if again else [source[1:] for source in node.input if source.startswith("^")]
         data = [self._tensor(value) for value in self._read(step)]
         del node.input[:]

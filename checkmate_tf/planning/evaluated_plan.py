@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
-from checkmate_tf.core.parallel_regions import ParallelRegion
 from checkmate_tf.core.plan import Plan
 from checkmate_tf.core.problem import Status
 from checkmate_tf.core.simulate import Memory
@@ -31,7 +30,6 @@ class EvaluatedPlan:
         time_s: Sum of the profiled times of all computations.
         node_peak_bytes: Peak of its nodes in tensor bytes, everything included: the solver's view of it.
         partition: How memory is divided while the plan runs, as for `guard_blocks.divide`.
-        regions: Where steps run side by side; none for a chain.
         nodes: int64, the nodes of the planning graph in order of execution; None where the plan is of no such graph.
         bound: Least cost in seconds of any schedule whose nodes have that peak, proven; None where that is not known.
         bound_of: The model that it bounds, as in `core.problem.Solution`.
@@ -48,17 +46,12 @@ class EvaluatedPlan:
     time_s: float
     node_peak_bytes: int = 0
     partition: tuple[int, ...] = ()
-    regions: tuple[ParallelRegion, ...] = ()
     nodes: np.ndarray | None = None
     bound: float | None = None
     bound_of: str = ""
     chosen: frozenset[str] | None = frozenset()
     history: tuple[tuple[float, float], ...] = ()
     bounds: tuple[tuple[float, float], ...] = ()
-
-    def runs_as(self, other: EvaluatedPlan) -> bool:
-        """Whether one function runs both: the same plan, with the same parallel regions."""
-        return self.plan is other.plan and self.regions == other.regions
 
     @property
     def overhead(self) -> float:

@@ -25,7 +25,6 @@ from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planning import advice
 from checkmate_tf.planning.evaluated_plan import NEVER, EvaluatedPlan, cheapest
 from checkmate_tf.planning.guard_blocks import STATES, AllocatorPeak, Placement, Placer, Waiting
-from checkmate_tf.planning.parallel_regions import with_regions
 from checkmate_tf.planning.schedule_cache import Entry
 from checkmate_tf.planning.search import MOST_NEIGHBOURS, Order, Search
 from checkmate_tf.planning.verification import verify
@@ -45,7 +44,6 @@ _NEAR_MINIMUM = (1.01, 1.04)  # times the smallest inner budget
 _NEAR_LIMIT_S, _NEAR_GAP = 3.0, 0.05
 _MOST_VERIFICATIONS = 4
 _BOUND_LIMIT_S, _BOUND_SHARE = 4.0, 0.05  # for the bound of a plan that no solver was asked for; of the time limit
-_ROOM_FOR_REGIONS = 1.25  # times the budget: lanes may take more in an order that was not foreseen, by some percents
 _PLACED_SMALL = 1.005  # times its tensors: a peak that is small enough for a small plan
 
 
@@ -293,18 +291,6 @@ class Planner:
         if len(verified.plan) == verified.op_graph.n:
             return dataclasses.replace(verified, bound=verified.time_s, bound_of="any order")
         return self._certified(verified, bound_limit_s)
-
-    def with_regions(self, candidate: EvaluatedPlan, budget_bytes: int) -> EvaluatedPlan:
-        """As `parallel_regions.with_regions`, for a verified plan; near the device's limit it stays a chain.
-
-        An order of the lanes that takes more than the budget is seen and planned again; one that takes more than there
-        is ends the training.
-        """
-        if _ROOM_FOR_REGIONS * budget_bytes > self._limit_bytes:
-            return dataclasses.replace(candidate, regions=())
-        return with_regions(
-            candidate, budget_bytes, self._allocator_peak, uncounted_below_bytes=self._uncounted_below_bytes
-        )
 
     def placed(self, candidate: EvaluatedPlan, budget_bytes: int) -> EvaluatedPlan:
         """A plan in memory divided so that it keeps a budget in all states, or else for the lowest peak found."""

@@ -109,7 +109,7 @@ def follow(candidate: EvaluatedPlan, op_graph: OpGraph) -> EvaluatedPlan | None:
     validate(ordered, plan)
     if not has_same_ops and simulate(_as_in(candidate, ordered), plan).peak_bytes > candidate.memory.peak_bytes:
         return None
-    return dataclasses.replace(candidate, op_graph=ordered, plan=plan, regions=(), nodes=None)
+    return dataclasses.replace(candidate, op_graph=ordered, plan=plan, nodes=None)
 
 
 def _as_in(candidate: EvaluatedPlan, op_graph: OpGraph) -> OpGraph:

@@ -359,7 +359,7 @@ class ProfiledStep:
     def build(self, candidate: EvaluatedPlan):
         """The function that runs a plan."""
         with self.phase("rebuild"):
-            return Lean(rebuild(self.traced, candidate.op_graph, candidate.plan, candidate.regions))
+            return Lean(rebuild(self.traced, candidate.op_graph, candidate.plan))
 
 
 class Phase:

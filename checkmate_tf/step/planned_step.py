@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 
@@ -33,8 +32,7 @@ class PlannedStep:
     put back; the step is planned again, with as much less as was not foreseen, until what is measured keeps the budget.
     The last run of a trial counts as the first step. There is another trial once variables have been moved, as
     planning another step moves them. Should a later run take more than the budget all the same, the step is planned
-    and tried again before the next one; in a parallel region, which leaves the order of its allocations open, without
-    parallel regions first.
+    and tried again before the next one.
     """
 
     _MEASURED_RUNS = 6
@@ -58,7 +56,6 @@ class PlannedStep:
         self._trusted_at: int | None = None  # moves of the variables
         self._most_bytes = budget_bytes  # that a plan may be predicted to take
         self._refusal: InfeasibleBudget | NoScheduleFound | None = None  # that stands unless a trial keeps the budget
-        self._may_run_in_parallel = True
         self._replans = 0
         self._has_trained = False
         self._guard_blocks: list[tf.Tensor] = []
@@ -391,7 +388,7 @@ class PlannedStep:
         """
         feeds = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
         start = time.perf_counter()
-        results = call_unoptimized(self._function, feeds + self._captured, in_lanes=bool(self.candidate.regions))
+        results = call_unoptimized(self._function, feeds + self._captured)
         if wait:
             devices.wait(self._profiled.device)
         seconds = time.perf_counter() - start
@@ -411,7 +408,7 @@ class PlannedStep:
         found = self._plan_for_now() or self._other_plan()
         if found is None:
             return False
-        if not found.runs_as(self.candidate):
+        if found.plan is not self.candidate.plan:
             self._build(found)  # what its function holds moves memory once more
             self._slots.take_for_small()
             found = self._plan_for_now() or found
@@ -424,10 +421,7 @@ class PlannedStep:
         self._guard_blocks.clear()
         planner = self._profiled.planner
         planner.forget_peaks()
-        if not self._may_run_in_parallel:
-            return planner.verified(dataclasses.replace(self.candidate, regions=()), self._most_bytes)
-        found = planner.verified(self.candidate, self._most_bytes)
-        return None if found is None else planner.with_regions(found, self._most_bytes)
+        return planner.verified(self.candidate, self._most_bytes)
 
     def _other_plan(self) -> EvaluatedPlan | None:
         """A plan in place of one that takes too much now; before the first run sought at leisure if not found soon."""
@@ -453,20 +447,18 @@ class PlannedStep:
         self._seconds.clear()
 
     def _tighten(self, measured_bytes: int | None) -> None:
-        """Gives the planner less: by what was measured above the prediction. Parallel regions are given up first.
+        """Gives the planner less: by what was measured above the prediction.
 
         Args:
             measured_bytes: None where the step ran out of memory.
         """
-        if self.candidate.regions:
-            self._may_run_in_parallel = False
-        elif measured_bytes is None:
+        if measured_bytes is None:
             self._most_bytes = self.candidate.peak_bytes - round(self._OUT_OF_MEMORY * self.budget_bytes)
         else:
             self._most_bytes = self.budget_bytes - max(0, measured_bytes - self.candidate.peak_bytes)
 
     def _build(self, candidate: EvaluatedPlan) -> None:
-        if not candidate.runs_as(self.candidate):
+        if candidate.plan is not self.candidate.plan:
             self._function = self._profiled.build(candidate)
         self.candidate = candidate
 

@@ -23,7 +23,6 @@ from checkmate_tf.device_memory import device as devices
 from checkmate_tf.device_memory.allocation_replay import address
 from checkmate_tf.errors import NoScheduleFound
 from checkmate_tf.keras.train_step import planned_training
-from checkmate_tf.planning.planner import Planner
 from checkmate_tf.step.planned_step import PlannedStep
 
 HERE = pathlib.Path(__file__).parent
@@ -74,7 +73,6 @@ def test_a_step_above_its_budget_is_planned_again_with_that_much_less(options, m
     plain, model = compiled(sequential(depth=2, dropout=0)), compiled(sequential(depth=2, dropout=0))
     plain.set_weights(model.get_weights())
     x, y = images(BATCH)
-    monkeypatch.setattr(Planner, "with_regions", lambda _, candidate, *__: candidate)  # parallel regions would go first
     checkmate_tf.compile(model, 0.9, **options)
     model.train_on_batch(x, y)
     before = checkmate_tf.report(model)
@@ -151,9 +149,6 @@ def test_momentum_that_a_scaled_loss_lets_be_assigned_stays_where_it_is(options,
 
 
 def test_whole_and_smaller_batches_take_turns_within_the_budget(options, monkeypatch):
-    monkeypatch.setattr(
-        Planner, "with_regions", lambda _, candidate, *__: candidate
-    )  # parallel regions leave an order open
     set_precision("float32", "float32")
     rng = np.random.default_rng(0)
     arrays = rng.standard_normal((40, 64, 64, 3), dtype=np.float32), rng.integers(0, 5, 40)

@@ -13,10 +13,8 @@ from conftest import part_of_step, state, values_of
 from keras_models import BATCH, compiled, images, sequential
 
 import checkmate_tf
-from checkmate_tf.core.opgraph import Costs
-from checkmate_tf.core.parallel_regions import apart, possible_regions
 from checkmate_tf.core.plan import compile_plan
-from checkmate_tf.core.validate import validate, validate_regions
+from checkmate_tf.core.validate import validate
 from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 
@@ -37,12 +35,12 @@ def built(planned):
     """(plan, op graph, graph of the function that runs), which is held by name only and so built once more."""
     (step,) = planned_training(planned)._steps.values()
     found = step.candidate
-    return found.plan, found.op_graph, rebuild(step._profiled.traced, found.op_graph, found.plan, found.regions).graph
+    return found.plan, found.op_graph, rebuild(step._profiled.traced, found.op_graph, found.plan).graph
 
 
 def original(operation) -> str:
     """The op of the step that an op of the built graph runs, once more or for the first time; or what is beside it."""
-    return re.sub(r"/again_\d+$", "", operation.name)
+    return re.sub(r"/recompute_\d+$", "", operation.name)
 
 
 def runs_in(graph, names):
@@ -76,41 +74,18 @@ def test_nothing_with_a_side_effect_is_repeated(built):
     assert {n: runs[n] for n in once} == dict.fromkeys(once, 1)
 
 
-def many_regions(op_graph, plan):
-    """As if no op kept the device busy."""
-    costs = Costs(np.ones(op_graph.n), np.zeros(op_graph.n, np.int64), busy=np.zeros(op_graph.n))
-    found = apart(possible_regions(op_graph, plan, costs))
-    assert len(found) > 5
-    validate_regions(op_graph, plan, found)
-    return found
-
-
-def test_the_graph_allows_the_planned_order_with_its_parallel_regions_and_no_other(planned, built):
-    (step,) = planned_training(planned)._steps.values()
-    found = step.candidate
-    assert_allows_no_other_order(found.plan, found.op_graph, built[2], found.regions)
-
-
-def test_a_graph_with_many_parallel_regions_allows_their_orders_and_no_other(planned, built):
-    (step,) = planned_training(planned)._steps.values()
-    plan, op_graph, _ = built
-    regions = many_regions(op_graph, plan)
-    assert_allows_no_other_order(plan, op_graph, rebuild(step._profiled.traced, op_graph, plan, regions).graph, regions)
-
-
-def assert_allows_no_other_order(plan, op_graph, graph, regions):
-    """Along the plan, each op that computes is reached from all in front of it, but for those of the other lane."""
+def test_the_graph_allows_the_planned_order_and_no_other(built):
+    """Along the plan, each op that computes is reached from all in front of it."""
+    plan, op_graph, graph = built
     names = computing(op_graph)
     wanted = [
-        (op_graph.names[op] if instance == 0 else f"{op_graph.names[op]}/again_{instance}", at)
-        for at, (op, instance) in enumerate(zip(plan.ops.tolist(), plan.instance.tolist(), strict=True))
+        op_graph.names[op] if instance == 0 else f"{op_graph.names[op]}/recompute_{instance}"
+        for op, instance in zip(plan.ops.tolist(), plan.instance.tolist(), strict=True)
         if op_graph.names[op] in names
     ]
-    reached = reached_from(graph, [name for name, _ in wanted])
-    for name, at in wanted:
-        beside = [range(f.begin, f.middle) for f in regions if f.middle <= at < f.end]
-        in_front = {k for k, (_, other) in enumerate(wanted) if other < at and not any(other in b for b in beside)}
-        assert reached[name] == sum(1 << k for k in in_front)
+    reached = reached_from(graph, wanted)
+    for at, name in enumerate(wanted):
+        assert reached[name] == (1 << at) - 1
 
 
 def reached_from(graph, counted) -> dict[str, int]:
@@ -145,15 +120,7 @@ def test_a_step_that_recomputes_its_whole_forward_pass_changes_nothing_else(plan
     assert_trains_as(planned, rebuild(step._profiled.traced, graph, plan))
 
 
-def test_a_step_with_many_parallel_regions_changes_nothing(planned, built):
-    (step,) = planned_training(planned)._steps.values()
-    plan, op_graph, _ = built
-    assert_trains_as(
-        planned, rebuild(step._profiled.traced, op_graph, plan, many_regions(op_graph, plan)), in_lanes=True
-    )
-
-
-def assert_trains_as(planned, function, *, in_lanes=False):
+def assert_trains_as(planned, function):
     """A function of the step moves weights, statistics and seeds as `train_on_batch` does."""
     (step,) = planned_training(planned)._steps.values()
     captured = step._profiled.traced.captured
@@ -164,7 +131,7 @@ def assert_trains_as(planned, function, *, in_lanes=False):
     for variable, value in zip(state(planned), before, strict=True):
         variable.assign(value)
     planned.reset_metrics()
-    call_unoptimized(function, [tf.constant(x), tf.constant(y), *captured], in_lanes=in_lanes)
+    call_unoptimized(function, [tf.constant(x), tf.constant(y), *captured])
     for variable, value in zip(state(planned), expected, strict=True):
         np.testing.assert_allclose(values_of(variable), value, rtol=1e-9, atol=1e-9, err_msg=variable.path)
 

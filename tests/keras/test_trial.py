@@ -19,7 +19,6 @@ from checkmate_tf.errors import NoScheduleFound
 from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.lowering import effects
 from checkmate_tf.lowering.trace import trace
-from checkmate_tf.planning.planner import Planner
 from checkmate_tf.step.pipeline import ProfiledStep
 from checkmate_tf.step.planned_step import PlannedStep
 
@@ -100,7 +99,6 @@ def test_a_step_that_takes_too_much_in_its_trial_is_planned_again_before_it_trai
     plain, model = built(dropout=0), built(dropout=0)
     x, y = images(BATCH)
     options = options | {"time_limit_s": 4.0}
-    monkeypatch.setattr(Planner, "with_regions", lambda _, candidate, *__: candidate)  # parallel regions would go first
     checkmate_tf.compile(model, part_of_step(built(dropout=0).train_on_batch, (x, y), 0.95), **options)
     planned_training(model).plan((tf.constant(x), tf.constant(y)))
     monkeypatch.setattr(PlannedStep, "_MEASURED_RUNS", 0)

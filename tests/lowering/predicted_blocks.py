@@ -66,7 +66,7 @@ def differences(step: Callable, batch: Iterable[tf.Tensor], *, again: bool = Tru
     least = max(SMALL_BYTES, uncounted_below_bytes(DEVICE))
     large = memory.with_events(memory.large_events(least))
     names = [
-        graph.names[op] + (f"/again_{instance}" if instance else "")
+        graph.names[op] + (f"/recompute_{instance}" if instance else "")
         for op, instance in zip(plan.ops.tolist(), plan.instance.tolist(), strict=True)
     ]
     predicted = _requests(zip([names[at] for at in large.event_step.tolist()], large.event_bytes.tolist(), strict=True))
@@ -82,7 +82,7 @@ def differences(step: Callable, batch: Iterable[tf.Tensor], *, again: bool = Tru
     )
     types = dict(zip(graph.names, graph.types, strict=True))
     return [
-        Difference(name, types.get(name.split("/again_")[0], ""), predicted[name], real[name])
+        Difference(name, types.get(name.split("/recompute_")[0], ""), predicted[name], real[name])
         for name in dict.fromkeys([*predicted, *real])
         if predicted[name] != real[name]
     ]

@@ -163,20 +163,6 @@ def test_workspace_is_one_block_while_the_user_profiles(tmp_path):
 MOST_LOOKS = 50
 
 
-def test_how_much_of_the_device_an_op_keeps_busy_is_measured(tmp_path):
-    """TensorFlow sums segments in one thread, which looks like all there are where another process has the others."""
-    rows = tf.constant(np.arange(4096) % 7)
-    step = extracted(lambda x: tf.math.unsorted_segment_sum(x, rows, 8), (4096, 1024))
-    op = step.op_graph.types.index("UnsortedSegmentSum")
-    looks = []
-    while len(looks) < MOST_LOOKS and not (looks and looks[-1].busy[op] < 1.5 / len(os.sched_getaffinity(0))):
-        looks.append(profile(step, DEVICE, cache_dir=tmp_path / str(len(looks))).costs)
-    assert 0 < looks[-1].busy[op] < 1.5 / len(os.sched_getaffinity(0))
-    assert all(np.delete(looks[-1].busy, op) == 1)
-    again = [profile(step, DEVICE, cache_dir=tmp_path / str(look)).costs.busy for look in range(len(looks))]
-    np.testing.assert_array_equal(again, [costs.busy for costs in looks])
-
-
 def test_the_gradient_of_max_pooling_is_measured_behind_its_pooling():
     """Alone, oneDNN's gradient pools again; it then took the input's storage over and most of it as workspace."""
 
@@ -328,9 +314,6 @@ def break_file(path, how: str) -> None:
         '["time_s", NaN]',
         '["time_s", "fast"]',
         '["time_s", null]',
-        '["busy", -0.1]',
-        '["busy", 1.1]',
-        '["busy", NaN]',
         '["workspace_bytes", -5]',
         '["workspace_bytes", 1e300]',
         '["requests", 7]',

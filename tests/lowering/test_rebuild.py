@@ -68,7 +68,7 @@ def graph_of(ready, every=8):
 
 def names_of_steps(ready, plan) -> list[str]:
     return [
-        ready.graph.names[op] + (f"/again_{k}" if k else "")
+        ready.graph.names[op] + (f"/recompute_{k}" if k else "")
         for op, k in zip(plan.ops.tolist(), plan.instance.tolist(), strict=True)
     ]
 
@@ -80,7 +80,7 @@ def test_recomputed_ops_are_named_after_the_op_and_its_run(ready):
     assert made == names_of_steps(ready, plan)
     again = plan.recomputed()
     for op, name in enumerate(ready.graph.names):
-        assert latest[name] == (f"{name}/again_{again[op]}" if op in again else name)
+        assert latest[name] == (f"{name}/recompute_{again[op]}" if op in again else name)
 
 
 def test_the_order_of_the_plan_is_the_only_one(ready):
@@ -93,7 +93,7 @@ def test_the_order_of_the_plan_is_the_only_one(ready):
     ]
     partner = {ready.graph.names[a]: ready.graph.names[b] for a, b in ready.graph.pairs.items()}
     for before, after in itertools.pairwise(chained):
-        if partner.get(re.sub(r"/again_\d+$", "", after)) != re.sub(r"/again_\d+$", "", before):
+        if partner.get(re.sub(r"/recompute_\d+$", "", after)) != re.sub(r"/recompute_\d+$", "", before):
             assert _reaches(edges, after, before), f"{after} may run before {before}"
 
 
