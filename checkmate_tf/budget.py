@@ -13,7 +13,7 @@ from checkmate_tf.errors import BudgetError
 Budget = int | float | str
 """What a user may pass as a budget; `parse` says what each form means."""
 
-Bytes = Callable[[], int] | int | None
+Bytes = Callable[[], int | None] | int | None
 """A number of bytes, how to find it when it is needed, or None where it is not known."""
 
 AUTO_RESERVE_FRACTION = Fraction(1, 10)

@@ -127,8 +127,15 @@ def allocator_config(*, device: str = "CPU:0") -> AllocatorConfig:
 
 
 def observe(*, device: str = "CPU:0") -> AllocatorState:
-    """Reads the real allocator's regions and chunks. Meant for tests and diagnosis; see `refusal`."""
-    return refusal(_MORE_THAN_ANY_LIMIT, device=device)
+    """Reads the real allocator's regions and chunks. Meant for tests and diagnosis; see `refusal`.
+
+    Raises:
+        CheckmateError: It is not a BFC allocator, or grants any request.
+    """
+    state = refusal(_MORE_THAN_ANY_LIMIT, device=device)
+    if state is None:
+        raise CheckmateError(f"The allocator of {device} has no limit.")
+    return state
 
 
 def refusal(nbytes: int, *, device: str = "CPU:0") -> AllocatorState | None:
@@ -209,12 +216,12 @@ def empty(nbytes: int) -> tf.Tensor:
 
 def address(block: tf.Tensor) -> int:
     """Where a block of a CPU's memory begins."""
-    return np.from_dlpack(block).ctypes.data
+    return int(np.from_dlpack(block).ctypes.data)
 
 
 def _memory(device: str) -> dict[str, int]:
     try:
-        return tf.config.experimental.get_memory_info(device)
+        return dict(tf.config.experimental.get_memory_info(device))
     except (ValueError, tf.errors.OpError) as error:
         raise CheckmateError(
             f"{device} must keep memory statistics; it does not ({error}). On a CPU, import checkmate_tf before "
@@ -229,7 +236,7 @@ def _with_limit(config: AllocatorConfig, limit_bytes: int) -> AllocatorConfig:
 def _regions(dump: bfc_memory_map_pb2.MemoryDump) -> Iterator[Region]:
     """Groups a memory map's chunks, which come in order of address, into regions without holes."""
     chunks: list[tuple[int, bool]] = []
-    start = end = None
+    start = end = 0
     for chunk in dump.chunk:
         if chunks and chunk.address != end:
             yield Region(start, tuple(chunks))

@@ -12,7 +12,7 @@ from checkmate_tf.core.allocator import UNIT_BYTES
 from checkmate_tf.device_memory.allocation_replay import allocator_config
 
 
-def name_of(variables) -> str:
+def name_of(variables: Iterable[tf.Variable]) -> str:
     """The device that holds a model's variables, as "CPU:0" or "GPU:0"."""
     spec = tf.DeviceSpec.from_string(next((v.device for v in variables if v.device), "/device:CPU:0"))
     return f"{spec.device_type or 'CPU'}:{spec.device_index or 0}"
@@ -31,29 +31,29 @@ def is_cpu(device: str) -> bool:
 
 def onednn_is_on() -> bool:
     """Whether a CPU runs oneDNN's kernels. Where TF_ENABLE_ONEDNN_OPTS is not set, TensorFlow decides by the CPU."""
-    return _pywrap_util_port.IsMklEnabled()
+    return bool(_pywrap_util_port.IsMklEnabled())
 
 
 def threads() -> int:
     """Number of threads in which a CPU computes one op."""
-    return tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
+    return int(tf.config.threading.get_intra_op_parallelism_threads()) or len(os.sched_getaffinity(0))
 
 
 def workers(device: str) -> int:
     """Number of ops that run at once in a function that leaves their order open; a GPU takes one after the other."""
     if not is_cpu(device):
         return 1
-    return tf.config.threading.get_inter_op_parallelism_threads() or len(os.sched_getaffinity(0))
+    return int(tf.config.threading.get_inter_op_parallelism_threads()) or len(os.sched_getaffinity(0))
 
 
 def in_use_bytes(device: str) -> int:
     """Bytes that the allocator has handed out at this moment."""
-    return tf.config.experimental.get_memory_info(device)["current"]
+    return int(tf.config.experimental.get_memory_info(device)["current"])
 
 
 def peak_bytes(device: str) -> int:
     """Most bytes that the allocator had handed out since `reset_peak`."""
-    return tf.config.experimental.get_memory_info(device)["peak"]
+    return int(tf.config.experimental.get_memory_info(device)["peak"])
 
 
 def reset_peak(device: str) -> None:
@@ -74,7 +74,7 @@ def limit_bytes(device: str) -> int | None:
     physical = _physical(device)
     configured = physical and tf.config.get_logical_device_configuration(physical)
     if configured and configured[0].memory_limit:
-        return configured[0].memory_limit << 20
+        return int(configured[0].memory_limit) << 20
     return None
 
 

@@ -1,51 +1,53 @@
-"""Whose turn it is with a device's memory: steps that are planned for it share it.
+"""Who may arrange a device's memory: one planned step at a time.
 
-A plan keeps its budget in memory as it was when the plan was confirmed: variables and slots in their places, free
-memory divided for this plan. Where steps of several batch sizes or models take turns, each has the memory divided for
-itself while it is its turn, and is told when variables have been moved since it was confirmed.
+A plan keeps its budget in memory as it was when the plan was verified: variables and slots in their places, free memory
+divided by guard blocks for this plan. Steps of several batch sizes or models share a device, so each takes the lease
+before it runs and places its own guard blocks; the step that had it before frees its own. A step can tell from `moves`
+whether variables have been moved since it was verified.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 
-class Taker(Protocol):
-    """A step that divides memory."""
+class Holder(Protocol):
+    """A step that places guard blocks."""
 
     def give_up(self) -> None:
-        """Frees what divides the memory."""
+        """Frees them: another step takes the lease."""
 
 
 class Lease:
-    """The turns of one device.
+    """The right to arrange one device's memory.
 
     Attributes:
         moves: How many times variables were moved.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.moves = 0
-        self._taker = _nobody
+        self._holder: Callable[[], Holder | None] = _nobody
 
     def moved(self) -> None:
-        """Variables lie elsewhere from now on, and memory is no longer divided."""
+        """Variables lie elsewhere from now on, and nobody's guard blocks fit."""
         self.moves += 1
         self._give_up()
 
-    def take(self, taker: Taker) -> None:
-        """It is a step's turn, and no longer another's."""
-        if not self.is_held_by(taker):
+    def take(self, holder: Holder) -> None:
+        """Hands the lease to a step."""
+        if not self.is_held_by(holder):
             self._give_up()
-            self._taker = weakref.ref(taker)
+            self._holder = weakref.ref(holder)
 
-    def is_held_by(self, taker: Taker) -> bool:
-        """Whether it is this step's turn."""
-        return self._taker() is taker
+    def is_held_by(self, holder: Holder) -> bool:
+        """Whether a step has the lease."""
+        return self._holder() is holder
 
     def _give_up(self) -> None:
-        other = self._taker()
+        other = self._holder()
         if other is not None:
             other.give_up()
 
@@ -58,5 +60,5 @@ _of_devices: dict[str, Lease] = {}
 
 
 def lease(device: str) -> Lease:
-    """Those of a device ("CPU:0", "GPU:0")."""
+    """That of a device ("CPU:0", "GPU:0")."""
     return _of_devices.setdefault(device, Lease())

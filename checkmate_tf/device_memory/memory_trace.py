@@ -17,6 +17,7 @@ import dataclasses
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
@@ -62,7 +63,7 @@ def record(step: Callable[[], object], *, allocator: str = "cpu") -> tuple[Memor
             "bfc_cpu_allocator_for_gpu" are a CPU's, "GPU_0_bfc" a GPU's.
 
     Returns:
-        The events in order of time. `events_of` makes arrays of them for `core.allocator.play`.
+        The events in order of time.
 
     Raises:
         CheckmateError: Nothing was reported: the device has another allocator, or the step is too small.
@@ -84,7 +85,7 @@ def record(step: Callable[[], object], *, allocator: str = "cpu") -> tuple[Memor
     return tuple(_events(reports))
 
 
-def _reports(files: list[pathlib.Path], allocator: str) -> Iterator[tuple[int, bool, dict]]:
+def _reports(files: list[pathlib.Path], allocator: str) -> Iterator[tuple[int, bool, dict[str, Any]]]:
     """Yields (time in ps, is free, statistics) of every report in the profiler's files."""
     for file in files:
         for plane in xplane_pb2.XSpace.FromString(file.read_bytes()).planes:
@@ -100,7 +101,7 @@ def _reports(files: list[pathlib.Path], allocator: str) -> Iterator[tuple[int, b
                         yield time_ps, kinds[event.metadata_id] == _FREE, values
 
 
-def _statistics(event: xplane_pb2.XEvent, names: dict[int, str]) -> dict:
+def _statistics(event: xplane_pb2.XEvent, names: dict[int, str]) -> dict[str, Any]:
     values = {}
     for stat in event.stats:
         kind = stat.WhichOneof("value")
@@ -109,7 +110,7 @@ def _statistics(event: xplane_pb2.XEvent, names: dict[int, str]) -> dict:
     return values
 
 
-def _events(reports: list[tuple[int, bool, dict]]) -> Iterator[MemoryEvent]:
+def _events(reports: list[tuple[int, bool, dict[str, Any]]]) -> Iterator[MemoryEvent]:
     live: dict[int, MemoryEvent] = {}
     count = 0
     for _, is_free, values in reports:

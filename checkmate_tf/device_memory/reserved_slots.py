@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -71,7 +72,7 @@ class ReservedSlots:
                 self._small_blocks = [block for _, block in between]
 
 
-def move_to_slots(batch: list, device: str):
+def move_to_slots(batch: list[Any], device: str) -> Any:
     """Moves a batch into slots.
 
     Args:

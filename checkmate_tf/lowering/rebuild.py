@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
@@ -24,7 +25,7 @@ _config.graph_options.rewrite_options.disable_meta_optimizer = True
 _NO_GRAPPLER = _config.SerializeToString()
 
 
-def call_unoptimized(function, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def call_unoptimized(function: Any, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Calls a function with Grappler off for it alone.
 
     Args:
@@ -47,14 +48,16 @@ class Lean:
         outputs: Shape and dtype of each result.
     """
 
-    def __init__(self, function):
+    def __init__(self, function: Any) -> None:
         self.name = function.name
         self.outputs = [tf.TensorSpec(t.shape, t.dtype) for t in function.outputs]
         own = function._inference_function
         self._registered = AtomicFunction(own.name, context.context(), own.function_type, own.children)
 
 
-def as_function(graph_def: graph_pb2.GraphDef, feeds: Sequence[str], fetches: Sequence[str], targets: Sequence[str]):
+def as_function(
+    graph_def: graph_pb2.GraphDef, feeds: Sequence[str], fetches: Sequence[str], targets: Sequence[str]
+) -> Any:
     """A concrete function of a graph.
 
     Args:
@@ -73,7 +76,7 @@ def as_function(graph_def: graph_pb2.GraphDef, feeds: Sequence[str], fetches: Se
     return wrap_function.WrappedFunction(graph, variable_holder=wrap_function.VariableHolder())
 
 
-def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan):
+def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan) -> Any:
     """Builds the function that runs a plan.
 
     Every op that computes gets a control edge from the one before it, unless a data edge orders the

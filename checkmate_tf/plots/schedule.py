@@ -17,10 +17,21 @@ _MOST_NAMES = 60
 class Row(Protocol):
     """When one op runs: `ScheduleRow` of a report says what each attribute means."""
 
-    name: str
-    steps: Sequence[int]
-    until: Sequence[int]
-    is_gradient: bool
+    @property
+    def name(self) -> str:
+        """The op."""
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """Steps of the plan in which it runs."""
+
+    @property
+    def until(self) -> Sequence[int]:
+        """For each run, the step until which what it made is held."""
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it belongs to the backward pass."""
 
 
 def plot(rows: Sequence[Row]) -> Figure:

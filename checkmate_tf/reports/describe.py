@@ -30,10 +30,10 @@ def report(candidate: EvaluatedPlan, base_bytes: int, *, strategy: str, **more: 
         status=candidate.status.value,
         strategy=strategy if again else "checkpoint_all",
         recomputed={graph.names[op]: times for op, times in again.items() if not graph.is_alias[op]},
-        timeline_bytes=candidate.memory.in_use_bytes + base_bytes,
-        timeline_split_bytes=split(candidate, base_bytes),
-        peak_tensors=at_peak(candidate),
-        schedule=schedule(candidate),
+        timeline_bytes=tuple((candidate.memory.in_use_bytes + base_bytes).tolist()),
+        timeline_split_bytes={kind: tuple(line.tolist()) for kind, line in split(candidate, base_bytes).items()},
+        peak_tensors=tuple(at_peak(candidate)),
+        schedule=tuple(schedule(candidate)),
         search=candidate.history,
         search_bounds=candidate.bounds,
         **more,
@@ -90,7 +90,9 @@ def schedule(candidate: EvaluatedPlan) -> list[ScheduleRow]:
     for op in graph.producer[graph.storage[list(graph.results)]].tolist():
         until[steps[op][-1]] = len(plan) - 1
     return [
-        ScheduleRow(graph.names[op], steps[op], [until[step] for step in steps[op]], bool(graph.is_gradient[op]))
+        ScheduleRow(
+            graph.names[op], tuple(steps[op]), tuple(until[step] for step in steps[op]), bool(graph.is_gradient[op])
+        )
         for op in range(graph.n)
         if not graph.is_alias[op] and (graph.op_out_bytes[op] or graph.has_side_effects[op])
     ]

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from checkmate_tf._files import parse_json, write_atomically
@@ -45,7 +45,7 @@ class ScheduleRow:
     until: tuple[int, ...]
     is_gradient: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "steps", _ints(self.steps))
         object.__setattr__(self, "until", _ints(self.until))
         if len(self.steps) != len(self.until):
@@ -158,7 +158,7 @@ class Report:
     search_bounds: tuple[tuple[float, float], ...] = ()
     notes: tuple[str, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "plain_peak_bytes"):
             self._convert(name, int)
         for name in ("predicted_step_s", "measured_step_s", "plain_step_s", "predicted_overhead", "lower_bound", "gap"):
@@ -178,7 +178,7 @@ class Report:
         for name in ("implementations", "choices", "peak_tensors", "schedule", "notes"):
             self._convert(name, tuple)
 
-    def _convert(self, name: str, to) -> None:
+    def _convert(self, name: str, to: Callable[[Any], Any]) -> None:
         value = getattr(self, name)
         if value is not None:
             object.__setattr__(self, name, to(value))
@@ -286,7 +286,7 @@ class Report:
             raise ValueError("a report needs a search for this plot; here nothing had to be searched.")
         return search.plot(self.search, self.search_bounds)
 
-    def save_html(self, path: str | os.PathLike) -> None:
+    def save_html(self, path: str | os.PathLike[str]) -> None:
         """Saves the report as one HTML file, its plots within.
 
         Raises:
@@ -352,7 +352,7 @@ def _check_kinds(report: Report) -> None:
             raise TypeError(f"{wrong[0]!r} must be of type {kind.__name__}.")
 
 
-def _ints(values) -> tuple[int, ...]:
+def _ints(values: Iterable[Any]) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from checkmate_tf._files import parse_json
 from checkmate_tf._text import aligned
@@ -84,7 +84,7 @@ class TradeoffCurve:
         """Names of the strategies, in order."""
         return tuple(dict.fromkeys(point.strategy for point in self.points))
 
-    def rows(self) -> list[dict]:
+    def rows(self) -> list[dict[str, Any]]:
         """One plain record per point, as `pandas.DataFrame` and `csv.DictWriter` take them."""
         return [dataclasses.asdict(point) for point in self.points]
 
@@ -140,7 +140,7 @@ class TradeoffCurve:
             ) from error
 
     @classmethod
-    def read(cls, path: str | os.PathLike) -> TradeoffCurve:
+    def read(cls, path: str | os.PathLike[str]) -> TradeoffCurve:
         """The curve in a file.
 
         Raises:
@@ -166,13 +166,17 @@ class TradeoffCurve:
         if not any(point.found for point in self.points):
             raise ValueError("a tradeoff curve needs a plan for this plot; no strategy found one.")
         lines = {name: [point for point in self.points if point.strategy == name] for name in self.strategies}
-        proven = {name: [p for p in points if p.lower_bound_s is not None] for name, points in lines.items()}
-        bounded = next((name for name, points in proven.items() if points), None)
+        bounds: dict[str, list[tuple[int, float]]] = {}
+        for point in self.points:
+            if point.predicted_peak_bytes is not None and point.lower_bound_s is not None:
+                bound = point.predicted_peak_bytes, point.lower_bound_s / self.plain_step_s
+                bounds.setdefault(point.strategy, []).append(bound)
+        bounded = next((name for name in lines if name in bounds), None)
         return tradeoff.plot(
             {name: [(p.budget_bytes, p.overhead) for p in points] for name, points in lines.items()},
             self.plain_peak_bytes,
             bound_of=bounded,
-            bounds=[(p.predicted_peak_bytes, p.lower_bound_s / self.plain_step_s) for p in proven.get(bounded, ())],
+            bounds=bounds[bounded] if bounded is not None else (),
         )
 
     def __str__(self) -> str:
@@ -208,7 +212,7 @@ _FLOATS = ("predicted_step_s", "overhead", "lower_bound_s", "gap", "search_s")
 _OPTIONAL = frozenset({"predicted_peak_bytes", "predicted_step_s", "overhead", "lower_bound_s", "gap"})
 
 
-def _point(row: dict) -> CurvePoint:
+def _point(row: Mapping[str, Any]) -> CurvePoint:
     """A point from JSON.
 
     Raises:
@@ -221,7 +225,7 @@ def _point(row: dict) -> CurvePoint:
     return CurvePoint(strategy=row["strategy"], status=row["status"], **numbers)
 
 
-def _number(value, to: type, optional: bool = False):
+def _number(value: Any, to: type, optional: bool = False) -> Any:
     if value is None and optional:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -6,7 +6,7 @@ do not fit, and ends with a heavy one.
 
 References:
     Fast simulated annealing for rematerialization (FastSA), NeurIPS 2023: the anchor for what
-    annealing with reordering reaches. The moves' incremental evaluation here is `solvers.timeline`'s.
+    annealing with reordering reaches. The moves' incremental evaluation here is `solvers.incremental_evaluator`'s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Schedules of graphs of any size in seconds: cuts through each forward pass, and the instant behind it.
 
 What is held over the end of a forward pass decides nearly all of the cost, and the program of
-`solvers.instant` chooses it in a fraction of a second. It knows no other instant, though: it may drop
+`solvers.single_step_bound` chooses it in a fraction of a second. It knows no other instant, though: it may drop
 one long stretch of a network, all of which would have to be there at once when it is computed again.
 So the values that cross some cuts through a forward pass are held in any case, and what lies
 between two cuts comes back when the backward pass gets there, each value where it is first needed.

@@ -1,6 +1,6 @@
 """The main engine: stage model, relaxation, rounding, neighborhood search.
 
-The bound is that of one instant, for any schedule in the graph's order (`solvers.instant`), or where it
+The bound is that of one instant, for any schedule in the graph's order (`solvers.single_step_bound`), or where it
 is higher the relaxation's, for the stage model that was solved: `Solution.bound_of` names what that
 model leaves out. Every schedule counts that was ever seen, whichever model it came from.
 """

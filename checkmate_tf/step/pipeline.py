@@ -8,6 +8,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -81,8 +82,8 @@ class ProfiledStep:
 
     def __init__(
         self,
-        step: Callable,
-        spec,
+        step: Callable[[Any], Any],
+        spec: Any,
         settings: Settings,
         chosen: frozenset[str] | None = NONE,
         *,
@@ -245,11 +246,11 @@ class ProfiledStep:
         """Slots for batches, one for each state of memory, and for the small tensors of the step."""
         return ReservedSlots(self._fed_bytes * STATES, self._small, self.device, self._most_slots_bytes)
 
-    def profile_at(self, spec) -> Profile:
+    def profile_at(self, spec: Any) -> Profile:
         """The step traced and profiled for another argument."""
         return profile(extract(self._trace(spec)), self.device, cache_dir=self.settings.cache_dir)
 
-    def _trace(self, spec) -> TracedStep:
+    def _trace(self, spec: Any) -> TracedStep:
         if self.chosen is OWN:
             return trace(self._step, spec)
         names = self.settings.implementations
@@ -272,7 +273,7 @@ class ProfiledStep:
         self.reserve_bytes = self._beside_bytes
         self.compact()
 
-    def phase(self, name: str):
+    def phase(self, name: str) -> Phase:
         """Books the seconds of a block under a name."""
         return Phase(self.phases_s, name, self.settings)
 
@@ -356,7 +357,7 @@ class ProfiledStep:
         reruns = [ChoiceRow(KEPT_STATISTICS, graph.names[op], op in again) for op in sorted(graph.recompute_variants)]
         return [ChoiceRow(f.rule, f.where, f.where in (self.chosen or ())) for f in self.traced.offered] + reruns
 
-    def build(self, candidate: EvaluatedPlan):
+    def build(self, candidate: EvaluatedPlan) -> Lean:
         """The function that runs a plan."""
         with self.phase("rebuild"):
             return Lean(rebuild(self.traced, candidate.op_graph, candidate.plan))
@@ -386,7 +387,7 @@ def _small_slots(plain: Memory, scalars: int, most_bytes: int) -> list[int]:
     return [size for size, total in zip(sizes, itertools.accumulate(sizes), strict=True) if total <= most_bytes]
 
 
-def _leaves(spec) -> list[tf.TensorSpec]:
+def _leaves(spec: Any) -> list[tf.TensorSpec]:
     return [leaf for leaf in tf.nest.flatten(spec) if leaf is not None]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 import tensorflow as tf
 
@@ -13,7 +14,7 @@ from checkmate_tf.device_memory.lease import lease
 from checkmate_tf.device_memory.reserved_slots import move_to_slots
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound, is_out_of_memory
 from checkmate_tf.lowering import effects
-from checkmate_tf.lowering.rebuild import call_unoptimized
+from checkmate_tf.lowering.rebuild import Lean, call_unoptimized
 from checkmate_tf.lowering.trace import TracedStep
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan, cheapest
 from checkmate_tf.planning.reuse import follow
@@ -43,7 +44,7 @@ class PlannedStep:
     _AS_FAST = 1.02  # times the seconds of the plan that is replaced: one found soon that takes no more will do
     _OUT_OF_MEMORY = 1 / 64  # of the budget, by which a plan is taken to need more where nothing could be measured
 
-    def __init__(self, profiled: ProfiledStep, budget_bytes: int, candidate: EvaluatedPlan, function):
+    def __init__(self, profiled: ProfiledStep, budget_bytes: int, candidate: EvaluatedPlan, function: Lean):
         self.budget_bytes = budget_bytes
         self.candidate = candidate
         self._profiled = profiled
@@ -117,8 +118,10 @@ class PlannedStep:
         Raises:
             InfeasibleBudget, NoScheduleFound: The refusal, where a trial cannot be, or cannot tell otherwise.
         """
-        variant = None if smallest is None else profiled.variant(smallest.chosen)
-        if variant is None or not variant.profile.is_estimated or budget_bytes <= variant.base_bytes:
+        if smallest is None:
+            raise refusal
+        variant = profiled.variant(smallest.chosen)
+        if not variant.profile.is_estimated or budget_bytes <= variant.base_bytes:
             raise refusal
         step = cls(variant, budget_bytes, smallest, variant.build(smallest))
         if step._lasting:
@@ -145,11 +148,11 @@ class PlannedStep:
         part._whole = whole
         return part
 
-    def __call__(self, data):
+    def __call__(self, data: Any) -> Any:
         """Runs the step on one batch of the planned signature; returns what the unmodified step returns."""
         return self.run([data])
 
-    def run(self, batch: list, *, can_move: bool = False):
+    def run(self, batch: list[Any], *, can_move: bool = False) -> Any:
         """Runs the step; the first time, and once memory has been rearranged, as the last run of a trial.
 
         Args:
@@ -172,7 +175,7 @@ class PlannedStep:
         self._trusted_at = self._lease.moves
         return results
 
-    def try_out(self, data) -> None:
+    def try_out(self, data: Any) -> None:
         """Tries the step on a batch, before there is one to train on. Changes nothing.
 
         Raises:
@@ -184,7 +187,7 @@ class PlannedStep:
             self._tried(batch, can_move=False, counts=False)
         self._trusted_at = None  # the first batch will lie elsewhere, and may hold what zeros do not
 
-    def measured_bytes(self, data) -> int | None:
+    def measured_bytes(self, data: Any) -> int | None:
         """The highest peak of a trial on a batch, which changes nothing; None where it cannot be tried, or has no room.
 
         The trial ends with the first run that takes more than the budget. Where predictions are estimates, it is the
@@ -195,8 +198,9 @@ class PlannedStep:
         self._profiled.ready_to_run()
         self._divide()
         trials = self._MEASURED_RUNS if self._profiled.profile.is_estimated else 1
-        peaks = [self._trial([data], can_move=False, counts=False)[0] for _ in range(trials)]
-        return None if None in peaks else 2 * max(peaks) - min(peaks)
+        measured = [self._trial([data], can_move=False, counts=False)[0] for _ in range(trials)]
+        peaks = [peak for peak in measured if peak is not None]
+        return 2 * max(peaks) - min(peaks) if len(peaks) == len(measured) else None
 
     @property
     def traced(self) -> TracedStep:
@@ -204,10 +208,10 @@ class PlannedStep:
         return self._profiled.traced
 
     def give_up(self) -> None:
-        """Frees what divides the memory for this step's plan: it is another one's turn."""
+        """Frees the guard blocks of this step's plan: another step takes the lease."""
         self._guard_blocks.clear()
 
-    def _take_lease(self, batch: list, can_move: bool) -> None:
+    def _take_lease(self, batch: list[Any], can_move: bool) -> None:
         """Makes memory what the plan was made for, if it is not.
 
         Raises:
@@ -246,7 +250,7 @@ class PlannedStep:
         self._guard_blocks = self._profiled.divide(self.candidate.partition)
         self._divided = len(self._guard_blocks)
 
-    def _tried(self, batch: list, *, can_move: bool, counts: bool = True):
+    def _tried(self, batch: list[Any], *, can_move: bool, counts: bool = True) -> Any:
         """Runs the step, and plans it again, until what is measured keeps the budget.
 
         Args:
@@ -306,7 +310,7 @@ class PlannedStep:
             best_peak_bytes=smallest_bytes,
         )
 
-    def _trial(self, batch: list, can_move: bool, counts: bool) -> tuple[int | None, object]:
+    def _trial(self, batch: list[Any], can_move: bool, counts: bool) -> tuple[int | None, object]:
         """Runs the step some times, more often where it was refused, until one takes more than the budget.
 
         The runs before the last one follow on each other: one that accumulates gradients may be followed by one that
@@ -355,7 +359,7 @@ class PlannedStep:
         if self._draws_in_kernels:
             self._function = self._profiled.build(self.candidate)
 
-    def _run(self, data):
+    def _run(self, data: Any) -> Any:
         """Runs the step once. It is planned again before the next run if it took too much.
 
         What others hold before or behind the run that they did not when the step was tried is not the step's: batches
@@ -376,7 +380,7 @@ class PlannedStep:
             self._plan_again(peak_bytes)
         return results
 
-    def _call(self, data, *, wait: bool) -> tuple[object, float]:
+    def _call(self, data: Any, *, wait: bool) -> tuple[object, float]:
         """Calls the planned function.
 
         Args:

@@ -9,6 +9,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -62,7 +63,7 @@ class XlaStep:
 
     _MEASURED_RUNS = 6
 
-    def __init__(self, step: Callable, data, settings: Settings):
+    def __init__(self, step: Callable[[Any], Any], data: Any, settings: Settings):
         self._settings = settings
         self._phases_s: dict[str, float] = {}
         self._trial_peaks: list[int | None] = []
@@ -75,7 +76,7 @@ class XlaStep:
                 raise ModelError("the training step updates no variable; there is nothing to plan.")
             self._extracted = extract(self.traced)
         self._device = devices.name_of(self.traced.interface.variables)
-        self._program: XlaProgram | None = None
+        self._program: XlaProgram
         fed = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
         self._batch_bytes = [leaf.shape.num_elements() * leaf.dtype.size for leaf in fed]
         self._base_bytes = 0  # in use before the step
@@ -85,7 +86,7 @@ class XlaStep:
         self._everything: EvaluatedPlan  # that recomputes nothing
 
     @classmethod
-    def of(cls, step: Callable, data, settings: Settings) -> XlaStep:
+    def of(cls, step: Callable[[Any], Any], data: Any, settings: Settings) -> XlaStep:
         """Plans, compiles and tries a step within its budget.
 
         Raises:
@@ -97,7 +98,7 @@ class XlaStep:
         return planned.plan(data)
 
     @classmethod
-    def of_part(cls, whole: XlaStep, step: Callable, data) -> XlaStep | None:
+    def of_part(cls, whole: XlaStep, step: Callable[[Any], Any], data: Any) -> XlaStep | None:
         """A step for a part of another one's batch, which follows that one's plan; None where the two differ."""
         part = cls(step, data, whole._settings)
         candidate = follow(whole.candidate, part._extracted.op_graph)
@@ -113,7 +114,7 @@ class XlaStep:
         """Predicted time of the step that recomputes nothing."""
         return self._everything.time_s
 
-    def prepare(self, data) -> None:
+    def prepare(self, data: Any) -> None:
         """Finds what the step costs, and its budget in bytes: a fraction is of what the plain program takes.
 
         Raises:
@@ -125,7 +126,7 @@ class XlaStep:
         self._everything = self._planner.store_all()
         self.budget_bytes = self._parsed(data)
 
-    def run(self, batch: list, *, can_move: bool = False):  # noqa: ARG002 - as `PlannedStep.run`
+    def run(self, batch: list[Any], *, can_move: bool = False) -> Any:  # noqa: ARG002 - as `PlannedStep.run`
         """Runs the step.
 
         Args:
@@ -145,7 +146,7 @@ class XlaStep:
         self._peaks.append(devices.peak_bytes(self._device))
         return results
 
-    def try_out(self, data) -> None:
+    def try_out(self, data: Any) -> None:
         """Does nothing: the step was tried when it was planned."""
 
     def report(self) -> Report:
@@ -163,7 +164,7 @@ class XlaStep:
             notes=(BY_XLA,),
         )
 
-    def plan(self, data) -> XlaStep:
+    def plan(self, data: Any) -> XlaStep:
         """Finds the plan that takes least time of those whose programs keep the budget; returns the step.
 
         Raises:
@@ -220,7 +221,7 @@ class XlaStep:
             batch_bytes=devices.counted_bytes(self._device, self._batch_bytes),
         )
 
-    def _parsed(self, data) -> int:
+    def _parsed(self, data: Any) -> int:
         """The budget in bytes; a fraction is of what the program takes that recomputes nothing, as it was measured.
 
         Where there is no room for that program, it is of what its tensors take.
@@ -234,7 +235,7 @@ class XlaStep:
         parsed = budgets.parse(self._settings.budget, plain_peak_bytes=plain_peak_bytes, device_bytes=limit)
         return max(parsed, self._settings.least_budget_bytes)
 
-    def _tried(self, candidate: EvaluatedPlan, data) -> int | None:
+    def _tried(self, candidate: EvaluatedPlan, data: Any) -> int | None:
         """Compiles a plan and runs it once, which changes nothing; its peak, None where memory ran out."""
         self._take(candidate)
         before = effects.Snapshot(self.traced)
@@ -254,12 +255,12 @@ class XlaStep:
         return peak
 
     def _take(self, candidate: EvaluatedPlan) -> None:
-        self._program = None
+        self.__dict__.pop("_program", None)  # which holds memory
         self.candidate = candidate
         with self._phase("rebuild"):
             self._program = XlaProgram(self.traced, candidate.op_graph, candidate.plan)
 
-    def _call(self, data):
+    def _call(self, data: Any) -> Any:
         fed = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
         results = self._program(fed)
         return tf.nest.pack_sequence_as(self.traced.interface.structure, results, expand_composites=True)
@@ -267,7 +268,7 @@ class XlaStep:
     def _release(self) -> None:
         """Lets go of TensorFlow's graphs, which no run needs."""
         self.traced = dataclasses.replace(self.traced, function=None)
-        self._extracted = None
+        del self._extracted
 
     def _not_found(self, planner: Planner, unforeseen: int) -> NoScheduleFound:
         """The error for a budget that no program kept.
@@ -278,13 +279,13 @@ class XlaStep:
         """
         tried = [peak for peak in self._trial_peaks if peak is not None]
         smallest = planner.smallest_seen()
-        best = min(tried) if tried else smallest and smallest.peak_bytes + unforeseen
+        best = min(tried, default=None if smallest is None else smallest.peak_bytes + unforeseen)
         said = f"no plan was found that XLA compiles into a program within {_shown(self.budget_bytes)}."
         known = f" The smallest found takes {_shown(best)}." if best else ""
         hint = "Try: a smaller batch, a larger budget, or a model compiled with jit_compile=False."
         return NoScheduleFound(f"{said}{known} {hint}", best_peak_bytes=best)
 
-    def _phase(self, name: str):
+    def _phase(self, name: str) -> Phase:
         return Phase(self._phases_s, name, self._settings)
 
 

@@ -29,13 +29,13 @@ class BatchTrials:
         FileError: The file is something else, or of another search; the message says what differs.
     """
 
-    def __init__(self, path: str | os.PathLike | None, fingerprint: Mapping[str, Any]):
+    def __init__(self, path: str | os.PathLike[str] | None, fingerprint: Mapping[str, Any]):
         self._path = path
         self._fingerprint = dict(fingerprint)
         self.trials: list[BatchTrial] = []
         self.found: dict[str, Any] = {}
         if path is not None and pathlib.Path(path).exists():
-            self._read()
+            self._read(path)
 
     def add(self, trial: BatchTrial, found: Mapping[str, Any] | None = None) -> None:
         """Books a trial and, where a size was confirmed, what is known of it."""
@@ -74,17 +74,17 @@ class BatchTrials:
         known = self.found.get("batch_size") == size
         return known and (not measured or self.found.get("measured_peak_bytes") is not None)
 
-    def _read(self) -> None:
+    def _read(self, path: str | os.PathLike[str]) -> None:
         try:
-            content = json.loads(pathlib.Path(self._path).read_text(encoding="utf-8"))
+            content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
             if (content["format"], content["version"]) != (FORMAT, FORMAT_VERSION):
                 raise ValueError(f"its format is {content['format']!r}, version {content['version']!r}.")
             trials = [BatchTrial(**row) for row in content["trials"]]
             fingerprint, found = dict(content["fingerprint"]), dict(content["found"])
         except (KeyError, TypeError, ValueError) as error:
             raise FileError(
-                f"{os.fspath(self._path)} must hold the batch sizes that a search has tried, version {FORMAT_VERSION}; "
+                f"{os.fspath(path)} must hold the batch sizes that a search has tried, version {FORMAT_VERSION}; "
                 f"it does not: {error}. Give another path, or remove the file."
             ) from error
-        check_fingerprint(self._path, "batch sizes of this same search", fingerprint, self._fingerprint)
+        check_fingerprint(path, "batch sizes of this same search", fingerprint, self._fingerprint)
         self.trials, self.found = trials, found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 import time
@@ -10,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from checkmate_tf._files import check_fingerprint, write_atomically
 from checkmate_tf.budget import format_bytes
-from checkmate_tf.core.problem import Status
+from checkmate_tf.core.problem import OnProgress, Status
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 from checkmate_tf.planning.implementation_selection import ImplementationPlanner
 from checkmate_tf.reports.tradeoff import CurvePoint, TradeoffCurve
 
 
-def started(path: str | os.PathLike | None, fresh: TradeoffCurve) -> TradeoffCurve:
+def started(path: str | os.PathLike[str] | None, fresh: TradeoffCurve) -> TradeoffCurve:
     """The curve in a file that an earlier run has begun, or `fresh` where there is no file.
 
     Args:
@@ -40,7 +41,7 @@ def sweep(
     budgets_bytes: Sequence[int],
     *,
     time_limit_s: float,
-    path: str | os.PathLike | None = None,
+    path: str | os.PathLike[str] | None = None,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> TradeoffCurve:
     """Adds the points that a curve lacks.
@@ -86,13 +87,17 @@ def only(curve: TradeoffCurve, strategies: Sequence[str], budgets_bytes: Sequenc
     return dataclasses.replace(curve, points=tuple(point for point in curve.points if point.key in asked))
 
 
-def _tell(on_progress, label: str, fraction: float) -> None:
+def _tell(on_progress: Callable[[str, float], None] | None, label: str, fraction: float) -> None:
     if on_progress is not None:
         on_progress(label, fraction)
 
 
 def _point(
-    planner: ImplementationPlanner, name: str, budget_bytes: int, time_limit_s: float, on_progress
+    planner: ImplementationPlanner,
+    name: str,
+    budget_bytes: int,
+    time_limit_s: float,
+    on_progress: OnProgress | None,
 ) -> CurvePoint:
     """Plans for one budget."""
     start = time.perf_counter()
@@ -124,8 +129,13 @@ def _settled(points: Mapping[tuple[str, int], CurvePoint], strategies: Sequence[
     for name in names:
         best: CurvePoint | None = None
         for point in sorted((p for p in points.values() if p.strategy == name), key=lambda p: p.budget_bytes):
-            if best is not None and (not point.found or best.predicted_step_s < point.predicted_step_s):
+            if best is not None and _step_s(best) < _step_s(point):
                 point = dataclasses.replace(best, budget_bytes=point.budget_bytes, search_s=point.search_s)
             best = point if point.found else best
             settled.append(point)
     return tuple(settled)
+
+
+def _step_s(point: CurvePoint) -> float:
+    """Predicted seconds of a point's plan; infinite where none was found."""
+    return math.inf if point.predicted_step_s is None else point.predicted_step_s

@@ -1,4 +1,4 @@
-"""Steps that share a device's memory take turns with what divides it."""
+"""Steps that share a device's memory take its lease in turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Step:
         self.given_up += 1
 
 
-def test_a_step_gives_up_what_divides_memory_when_another_takes_its_turn():
+def test_a_step_gives_up_its_guard_blocks_when_another_takes_the_lease():
     shared, first, second = Lease(), Step(), Step()
     shared.take(first)
     shared.take(first)
@@ -25,7 +25,7 @@ def test_a_step_gives_up_what_divides_memory_when_another_takes_its_turn():
     assert shared.moves == 0
 
 
-def test_a_step_gives_up_what_divides_memory_once_variables_have_moved():
+def test_a_step_gives_up_its_guard_blocks_once_variables_have_moved():
     shared, step = Lease(), Step()
     shared.take(step)
     shared.moved()

@@ -19,7 +19,7 @@ from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.lowering.rebuild import call_unoptimized, rebuild
 
 
-@pytest.fixture(domain="module")
+@pytest.fixture(scope="module")
 def planned(options):
     """A model with dropout and batch normalization that is planned and has trained."""
     keras.config.set_floatx("float64")
@@ -30,7 +30,7 @@ def planned(options):
     return model
 
 
-@pytest.fixture(domain="module")
+@pytest.fixture(scope="module")
 def built(planned):
     """(plan, op graph, graph of the function that runs), which is held by name only and so built once more."""
     (step,) = planned_training(planned)._steps.values()

@@ -34,7 +34,7 @@ def simulated(graph, sequence):
     ) + graph.fixed_bytes
 
 
-@pytest.fixture(domain="module")
+@pytest.fixture(scope="module")
 def optimum():
     """(status, cost) of the exact program, by graph and budget."""
     known = {}
