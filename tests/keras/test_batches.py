@@ -130,13 +130,13 @@ def test_smaller_last_batch_has_the_budget_of_a_whole_one(alike, twins):
     before = planned_steps(twins[1])
     alike(lambda model: model.fit(*images(2 * BATCH + 3), batch_size=BATCH, verbose=0))
     assert planned_steps(twins[1]) == before + 1
-    *_, whole, part = planned_training(twins[1])._steps.values()
+    *_, whole, part = planned_training(twins[1]).steps.values()
     assert part.budget_bytes == whole.budget_bytes
     assert part.candidate.peak_bytes == whole.candidate.peak_bytes, "it follows the whole one's plan"
 
 
 def planned_steps(model):
-    return len([step for step in planned_training(model)._steps.values() if step is not None])
+    return len([step for step in planned_training(model).steps.values() if step is not None])
 
 
 def test_sample_and_class_weights_share_one_plan(alike, twins):
@@ -223,7 +223,7 @@ def test_a_last_batch_of_one_row_follows_the_plan_of_the_whole_one(optimizer, op
     with Watch(model) as watch:
         fit(model, x, y, epochs=1)
     fit(plain, x, y, epochs=1)
-    whole, last = planned_training(model)._steps.values()
+    whole, last = planned_training(model).steps.values()
     assert last.candidate.peak_bytes == whole.candidate.peak_bytes
     assert last._whole is whole
     assert len(watch.peaks_bytes) == 3
@@ -243,5 +243,5 @@ def test_a_larger_batch_is_planned_within_the_budget(options):
         for rows in (BATCH // 2, BATCH):
             for _ in range(2):
                 model.train_on_batch(x[:rows], y[:rows])
-    assert len(planned_training(model)._steps) == 2
+    assert len(planned_training(model).steps) == 2
     assert not watch.above(budget_bytes + LARGEST_BYTES)

@@ -47,7 +47,7 @@ def assert_trains_like(model, other):
 
 
 def test_planned_at_once_for_its_specification(planned):
-    assert len(planned_training(planned)._steps) == 1
+    assert len(planned_training(planned).steps) == 1
 
 
 def test_copies_are_plain_and_whole(planned):
@@ -124,7 +124,7 @@ def test_keras_compile_after_ours_is_planned_anew(planned, options):
         one.train_on_batch(*images(BATCH))
     assert planned_training(model) is not None
     assert_trains_like(model, plain)
-    assert planned_training(model)._steps
+    assert planned_training(model).steps
 
 
 def test_keras_compile_between_ours_and_the_first_batch(planned, options):

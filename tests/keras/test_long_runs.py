@@ -84,7 +84,7 @@ def test_again_and_again(options, tmp_path):
         checkmate_tf.compile(model, budget, **options)
         for count in (BATCH, BATCH + 8):
             both(count, seed=round_)
-        assert len(planned_training(model)._steps) == 2
+        assert len(planned_training(model).steps) == 2
         checkmate_tf.restore(model)
         both(BATCH, seed=7)
     model.save(tmp_path / "model.keras")

@@ -281,7 +281,7 @@ def test_by_itself_no_batch_is_cut_whose_rows_depend_on_one_another(name, option
     monkeypatch.setattr(microbatches, "_AS_FAST", 0.0)  # so that other numbers of parts are tried at all
     build, feed, why = DEPENDENT[name]
     model, _ = trained(build, feed, options, budget=LARGE, microbatches="auto")
-    (step,) = planned_training(model)._steps.values()
+    (step,) = planned_training(model).steps.values()
     assert isinstance(step, PlannedStep)
     (note,) = [note for note in checkmate_tf.report(model).notes if "not cut in parts" in note]
     assert re.search(why, note)
@@ -387,7 +387,7 @@ def test_a_step_that_fails_leaves_no_gradients_behind(options):
     build = CASES["plain"]
     model, _ = trained(build, steps_of, options, budget=LARGE, microbatches=3)
     x, y = data_of(model)
-    (step,) = planned_training(model)._steps.values()
+    (step,) = planned_training(model).steps.values()
     before = [variable.numpy() for variable in model.trainable_variables]
     own_run, step._update.run = step._update.run, None
     with pytest.raises(TypeError):

@@ -33,7 +33,7 @@ def planned(options):
 @pytest.fixture(scope="module")
 def built(planned):
     """(plan, op graph, graph of the function that runs), which is held by name only and so built once more."""
-    (step,) = planned_training(planned)._steps.values()
+    (step,) = planned_training(planned).steps.values()
     found = step.candidate
     return found.plan, found.op_graph, rebuild(step._profiled.traced, found.op_graph, found.plan).graph
 
@@ -110,7 +110,7 @@ def reached_from(graph, counted) -> dict[str, int]:
 
 def test_a_step_that_recomputes_its_whole_forward_pass_changes_nothing_else(planned):
     """Every mask is drawn twice and every batch statistic taken twice; seeds and moving averages advance once."""
-    (step,) = planned_training(planned)._steps.values()
+    (step,) = planned_training(planned).steps.values()
     graph = step.candidate.op_graph
     sequence, again = forward_twice(graph)
     assert any("StatelessRandomUniform" in graph.types[op] for op in again)
@@ -122,7 +122,7 @@ def test_a_step_that_recomputes_its_whole_forward_pass_changes_nothing_else(plan
 
 def assert_trains_as(planned, function):
     """A function of the step moves weights, statistics and seeds as `train_on_batch` does."""
-    (step,) = planned_training(planned)._steps.values()
+    (step,) = planned_training(planned).steps.values()
     captured = step._profiled.traced.captured
     x, y = images(BATCH, seed=3)
     before = [values_of(variable) for variable in state(planned)]

@@ -202,7 +202,7 @@ def test_a_smallest_budget_has_room_for_what_the_runs_of_a_loop_differ_by(option
     checkmate_tf.compile(model, "1GiB", **options | {"time_limit_s": 2.0})
     batch = tuple(map(tf.constant, vectors()))
     planned_training(model).plan(batch)
-    (step,) = planned_training(model)._steps.values()
+    (step,) = planned_training(model).steps.values()
     peaks = itertools.chain([10, 13], itertools.repeat(12))
     monkeypatch.setattr(PlannedStep, "_trial", lambda *_, **__: (next(peaks), None))
     assert step.measured_bytes(batch) == expected

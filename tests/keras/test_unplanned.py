@@ -336,7 +336,7 @@ def test_a_fraction_is_of_the_largest_batch_so_far(monkeypatch, options):
     sizes = []
     for rows in (4, 2, 6, 5, 3):
         model.train_on_batch(*data(rows))
-        sizes.append(planned_training(model)._steps[signature(data(rows))].budget_bytes // mib)
+        sizes.append(planned_training(model).steps[signature(data(rows))].budget_bytes // mib)
     assert sizes == [400, 400, 600, 600, 600]
 
 
