@@ -85,7 +85,7 @@ PHASES = {
     "extracting": ("checkmate_tf.step.pipeline.extract", failing()),
     "profiling": ("checkmate_tf.step.pipeline.profile", failing(KeyError)),
     "no-memory": ("checkmate_tf.step.pipeline.profile", failing(MemoryError)),
-    "planning": ("checkmate_tf.planning.implementation_selection.JointPlanner.plan", failing(AssertionError)),
+    "planning": ("checkmate_tf.planning.implementation_selection.ImplementationPlanner.plan", failing(AssertionError)),
     "building": ("checkmate_tf.step.pipeline.rebuild", failing(ValueError)),
     "trying": ("checkmate_tf.step.planned_step.PlannedStep._trial", failing(RecursionError)),
     "first-run": ("checkmate_tf.step.planned_step.call_unoptimized", cyclic),
@@ -368,7 +368,7 @@ def test_copies_say_that_they_are_plain(options):
 
 
 def test_a_plan_that_takes_much_longer_says_so(monkeypatch, options):
-    monkeypatch.setattr("checkmate_tf.planning.evaluated_plan.Candidate.overhead", 15.2)
+    monkeypatch.setattr("checkmate_tf.planning.evaluated_plan.EvaluatedPlan.overhead", 15.2)
     model = small()
     with one_warning("15.2 times as long"):
         checkmate_tf.compile(model, "1GiB", input_spec=SPEC, on_unplanned="raise", **options)

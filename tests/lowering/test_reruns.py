@@ -64,10 +64,10 @@ def test_batch_norms_that_run_again_only_normalise(ready):
     coarse = ready.coarse()
     plan = compile_plan(graph, coarse.op_sequence(with_reruns(coarse, every=8)))
     built = {node.name: node for node in planned_graph_def(ready.traced, graph, plan)[0].node}
-    reruns = [node for node in built.values() if node.op in KINDS and "/again_" in node.name]
+    reruns = [node for node in built.values() if node.op in KINDS and "/recompute_" in node.name]
     assert len(reruns) >= 2
     for node in reruns:
-        first = node.name.rpartition("/again_")[0]
+        first = node.name.rpartition("/recompute_")[0]
         assert built[first].attr["is_training"].b
         assert not node.attr["is_training"].b
         assert list(node.input[3:5]) == [f"{first}:3", f"{first}:4"]
