@@ -14,7 +14,7 @@ def created(function: tf.types.experimental.ConcreteFunction, stands_in: Mapping
     return own | {name: own[other] for name, other in stands_in.items()}
 
 
-def no_later_than_readers(read: Mapping[str, Iterable[str]], numbers: Mapping[str, int]) -> dict[str, int]:
+def no_later_than_readers(read: Mapping[str, Iterable[str]], numbers: Mapping[str, float]) -> dict[str, float]:
     """Numbers that rise along the graph when it is traced, and still do when Grappler has made one op of equal ones.
 
     The op may have the name of the last of them; it counts as what the first op that needs it does.
@@ -35,7 +35,7 @@ def op_of(tensor: str) -> str:
     return tensor.removeprefix("^").partition(":")[0]
 
 
-def places(dependencies: Mapping[str, Iterable[str]], created: Mapping[str, int]) -> dict[str, int]:
+def places(dependencies: Mapping[str, Iterable[str]], created: Mapping[str, float]) -> dict[str, float]:
     """Where in the order of creation each op belongs, never before what it depends on.
 
     Args:
@@ -43,7 +43,7 @@ def places(dependencies: Mapping[str, Iterable[str]], created: Mapping[str, int]
         created: As `created` gives it; an op that is not there, one of Grappler's, goes right behind what it
             depends on.
     """
-    place: dict[str, int] = {}
+    place: dict[str, float] = {}
     for name in TopologicalSorter(dependencies).static_order():
         place[name] = max([created.get(name, 0), *(place[before] for before in dependencies[name])])
     return place

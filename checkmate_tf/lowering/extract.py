@@ -42,12 +42,14 @@ class ExtractedStep:
         graph: The simplified graph, imported.
         op_graph: The same ops in their original order.
         unsized: Names of the ops with an output whose size is not known before it runs, or only guessed.
+        places: Name of each op -> where it belongs in the order.
     """
 
     traced: TracedStep
     graph: tf.Graph
     op_graph: OpGraph
     unsized: tuple[str, ...]
+    places: Mapping[str, float]
 
 
 def extract(traced: TracedStep) -> ExtractedStep:
@@ -67,7 +69,8 @@ def extract(traced: TracedStep) -> ExtractedStep:
     when = created(traced.function, traced.stands_in)
     ops = [op for op in graph.get_operations() if op not in reruns.values()]
     gradients = _gradients(ops, when, traced)
-    ops = _original_order(ops, when)
+    place = _places(ops, {**when, **traced.placed})
+    ops = sorted(ops, key=lambda op: place[op.name])
     number = {op.name: k for k, op in enumerate(ops)}
     tensors = [t for op in ops for t in op.outputs]
     tensor_number = {t.name: k for k, t in enumerate(tensors)}
@@ -105,7 +108,7 @@ def extract(traced: TracedStep) -> ExtractedStep:
         first_last=frozenset(number[op.name] for op in ops if on_cpu and op.type in _FIRST_LAST),
     )
     op_graph.check()
-    return ExtractedStep(traced, graph, op_graph, unsized)
+    return ExtractedStep(traced, graph, op_graph, unsized, place)
 
 
 @functools.cache
@@ -128,8 +131,8 @@ def _reserved_by_gpu(
     return result.reserve_space_3.shape.as_list()
 
 
-def _original_order(ops: Sequence[tf.Operation], when: Mapping[str, int]) -> list[tf.Operation]:
-    """Ops by creation in the traced step; an op that Grappler made goes right behind what it depends on.
+def _places(ops: Sequence[tf.Operation], when: Mapping[str, float]) -> dict[str, float]:
+    """Where each op belongs in the order of creation in the traced step; an op that Grappler made goes right behind what it depends on.
 
     Import order is topological but not creation order, and only creation order has the whole
     forward pass before the backward pass. Constants come first: Grappler makes one of equal ones, and
@@ -138,8 +141,7 @@ def _original_order(ops: Sequence[tf.Operation], when: Mapping[str, int]) -> lis
     constants = {op.name: 0 for op in ops if op.type == "Const"}
     needed = no_later_than_readers(_read(ops), {op.name: when[op.name] for op in ops if op.name in when})
     known = {name: number for name, number in needed.items() if name in when} | constants
-    place = places({op.name: [before.name for before in _dependencies(op)] for op in ops}, known)
-    return sorted(ops, key=lambda op: place[op.name])
+    return places({op.name: [before.name for before in _dependencies(op)] for op in ops}, known)
 
 
 def _read(ops: Sequence[tf.Operation]) -> dict[str, list[str]]:

@@ -60,6 +60,7 @@ class TracedStep:
         again: Name of an op -> the leaner op that stands in for it when it runs again.
         sums: Name of an op with which a chain of sums begins -> names of the ops that make its terms, as
             `sums.sum_in_pairs` gives it.
+        placed: Name of an op that was put in -> where it belongs in the order of creation.
     """
 
     function: tf.types.experimental.ConcreteFunction | None
@@ -71,6 +72,7 @@ class TracedStep:
     offered: tuple[Fired, ...] = ()
     recompute_variants: Mapping[str, node_def_pb2.NodeDef] = dataclasses.field(default_factory=dict)
     sums: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    placed: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def updates(self) -> bool:

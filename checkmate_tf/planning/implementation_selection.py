@@ -28,6 +28,7 @@ from checkmate_tf.planning.planner import Planner
 _FIRST_SHARE = 0.4  # of the time limit, to find out which alternatives to take; the rest goes to the best choice
 _MOST_CHOICES = 4
 _FULL = 0.98  # of a plan's peak; where as much is in use, bytes less would make room
+_WORTH_SPLITTING = 1.1  # times a step's time without recomputation, from which ops in parts are weighed
 _DEAR = 1.5  # times a step's time without recomputation: a plan that costs more may not be the best way
 
 NONE: frozenset[str] = frozenset()
@@ -58,6 +59,7 @@ class ImplementationPlanner:
         sites: Where they can be taken.
         last_resort: Names of the ops at which others can be taken, which need least and take most time.
         has_equivalents: The step has others than its own ops, so that `OWN` is a choice.
+        splits: Choices with which ops with large tensors run in parts, in ever more.
     """
 
     def __init__(
@@ -67,11 +69,13 @@ class ImplementationPlanner:
         *,
         last_resort: frozenset[str] = NONE,
         has_equivalents: bool = False,
+        splits: Sequence[frozenset[str]] = (),
     ):
         self._planner_of = planner_of
         self._planners: dict[frozenset[str] | None, Planner] = {}
         self._sites = tuple(sites)
         self._all = frozenset(site.where for site in sites)
+        self._splits = tuple(splits)
         self._resorts = (*([self._all | last_resort] if last_resort else []), *([OWN] if has_equivalents else []))
 
     @property
@@ -82,7 +86,7 @@ class ImplementationPlanner:
     @property
     def extremes(self) -> tuple[frozenset[str] | None, ...]:
         """No alternative and all of them, which is the same where there are none; the last resort, and the own ops."""
-        return tuple(dict.fromkeys((NONE, self._all, *self._resorts)))
+        return tuple(dict.fromkeys((NONE, self._all, *self._resorts, *self._splits[-1:])))
 
     def plan(self, budget_bytes: int, *, time_limit_s: float, on_progress: OnProgress | None = None) -> EvaluatedPlan:
         """As `find`.
@@ -123,6 +127,11 @@ class ImplementationPlanner:
         if best is None or best.overhead > _DEAR:
             found |= {chosen: find(chosen, time_limit_s=limit_s) for chosen in self._resorts}
             best = cheapest(found.values())
+        for chosen in self._splits if best is None or best.overhead > _WORTH_SPLITTING else ():
+            found[chosen] = find(chosen, time_limit_s=limit_s)
+            best, before = cheapest(found.values()), best
+            if before is not None and best is before:
+                break
         last = self._least if best is None else best.chosen
         left_s = time_limit_s - len(found) * limit_s
         return cheapest([best, find(last, time_limit_s=left_s)])

@@ -25,10 +25,11 @@ from checkmate_tf.device_memory.reserved_slots import ReservedSlots
 from checkmate_tf.errors import ModelError
 from checkmate_tf.lowering.constants import LARGE_BYTES
 from checkmate_tf.lowering.extract import ExtractedStep, extract
-from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, LAST_RESORT, RULES
+from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, LAST_RESORT, RULES, SPLITS
 from checkmate_tf.lowering.profile import Profile, profile
 from checkmate_tf.lowering.rebuild import Lean, rebuild
 from checkmate_tf.lowering.recompute_variants import KEPT_STATISTICS
+from checkmate_tf.lowering.split import PREFIX, can_split, parts_of, split
 from checkmate_tf.lowering.trace import TracedStep, trace
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 from checkmate_tf.planning.guard_blocks import STATES
@@ -99,10 +100,10 @@ class ProfiledStep:
         self._variants: dict[frozenset[str] | None, ProfiledStep] = {chosen: self}
         self.phases_s: dict[str, float] = {}
         with self.phase("trace"):
-            self.traced: TracedStep = self._trace(spec)
-            if not self.traced.updates:
-                raise ModelError("the training step updates no variable; there is nothing to plan.")
-            self._extracted: ExtractedStep | None = extract(self.traced)
+            self._extracted: ExtractedStep | None = self._extract(spec)
+            self.traced: TracedStep = self._extracted.traced
+            asked = SPLITS[settings.implementations] if chosen == NONE else ()
+            self._possible_parts = [parts for parts in asked if can_split(self._extracted, parts)]
         self.op_graph = op_graph = self._extracted.op_graph
         self.device = devices.name_of(self.traced.interface.variables)
         constants = self.traced.constants_bytes
@@ -125,7 +126,7 @@ class ProfiledStep:
         self.compact()
         with self.phase("profile"):
             return profile(
-                self._extracted or extract(self._trace(self._spec)),
+                self._extracted or self._extract(self._spec),
                 self.device,
                 cache_dir=self.settings.cache_dir,
                 in_one_block=not self.in_training,
@@ -248,7 +249,25 @@ class ProfiledStep:
 
     def profile_at(self, spec: Any) -> Profile:
         """The step traced and profiled for another argument."""
-        return profile(extract(self._trace(spec)), self.device, cache_dir=self.settings.cache_dir)
+        return profile(self._extract(spec), self.device, cache_dir=self.settings.cache_dir)
+
+    def _extract(self, spec: Any) -> ExtractedStep:
+        """The step for an argument, traced and described.
+
+        Raises:
+            ModelError: It updates nothing.
+        """
+        traced = self._trace(spec)
+        if not traced.updates:
+            raise ModelError("the training step updates no variable; there is nothing to plan.")
+        step = extract(traced)
+        divided = split(step, self._parts) if self._parts > 1 else None
+        return step if divided is None else extract(divided)
+
+    @property
+    def _parts(self) -> int:
+        """In how many parts ops with large tensors run."""
+        return parts_of(self.chosen or NONE)
 
     def _trace(self, spec: Any) -> TracedStep:
         if self.chosen is OWN:
@@ -326,6 +345,7 @@ class ProfiledStep:
             sites,
             last_resort=frozenset(fired.where for fired in offered if fired.rule in LAST_RESORT),
             has_equivalents=self._has_equivalents and self.settings.implementations == "fused",
+            splits=[frozenset({f"{PREFIX}{parts}"}) for parts in self._possible_parts],
         )
 
     def variant(self, chosen: frozenset[str] | None) -> ProfiledStep:

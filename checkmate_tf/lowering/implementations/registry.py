@@ -54,13 +54,18 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         PADDED_DEPTHWISE_CONVOLUTION,
         POINTWISE_FILTER_GRADIENT,
     ),
+    "split": (),
     "gist": _LEANER_GRADIENTS,
 }
 
 ALTERNATIVES: Mapping[str, tuple[Rule, ...]] = {
     "exact": (),
     "fused": (*_LEANER_GRADIENTS, BATCH_NORM_GRADIENT_IN_PLACE),
+    "split": (),
     "gist": (),
 }
+
+SPLITS: Mapping[str, tuple[int, ...]] = {"exact": (), "fused": (2, 4, 8), "split": (2, 4, 8), "gist": ()}
+"""In how many parts ops with large tensors may run; see `lowering.split`."""
 
 LAST_RESORT = frozenset(rule.name for rules in ALTERNATIVES.values() for rule in rules if rule.last_resort)
