@@ -68,12 +68,13 @@ def compile(
         strategy: One of `strategies()`.
         time_limit_s: Seconds to search for a schedule.
         implementations: "exact": the ops that the model uses; only sums of more than two terms are added one by
-            one, always in the same order. "fused": where TensorFlow has a leaner
-            equivalent of several ops together (batch norm, ...), that; the results then differ from the
-            unmodified step's by rounding; where two ways each have their price, the one with which the
-            cheaper plan is found. "gist": a baseline for comparison, the lossless encodings of Gist wherever they
-            can be: gradients of max pooling by places, of ReLUs by masks; with strategy="checkpoint_all", as
-            published. `report` says where.
+            one, always in the same order. "split": these ops, but those with large tensors run on 2, 4 or 8 equal parts
+            of the rows, one part after the other, where no plan is found without that or only a dear one; gradients of
+            weights are added part by part, and differ by rounding. "fused": where TensorFlow has a leaner equivalent of
+            several ops together (batch norm, ...), that, which differs by rounding as well; where two ways each have
+            their price, the one with which the cheaper plan is found; and parts as with "split". "gist": a baseline for
+            comparison, the lossless encodings of Gist wherever they can be: gradients of max pooling by places, of
+            ReLUs by masks; with strategy="checkpoint_all", as published. `report` says where.
         microbatches: In how many equal parts each batch is cut. Gradients of the parts are added up (in accumulators
             as large as the weights), and the weights are updated once. "auto": in as many as take least time within
             the budget (1, 2, 4, ...; for each of them, `time_limit_s`), where that leaves the gradients as they are;
@@ -135,7 +136,7 @@ def function(
             with every dimension.
         strategy: As for `compile`; likewise all that follow.
         time_limit_s: Seconds to search for a schedule.
-        implementations: "exact", "fused" or "gist".
+        implementations: "exact", "fused", "split" or "gist".
         cache_dir: Folder for measured ops and found schedules.
         on_unplanned: "warn": arguments of another signature, and a step that could not be planned, run unmodified,
             without the budget, and a UserWarning says why. "raise": that is an error.

@@ -31,7 +31,7 @@ def add_implementations(parser: argparse.ArgumentParser) -> None:
     """Declares whether ops may be replaced by leaner equivalents."""
     parser.add_argument(
         "--implementations",
-        choices=["exact", "fused", "gist"],
+        choices=["exact", "fused", "split", "gist"],
         default="exact",
         help="the model's own ops, leaner equivalents whose results differ by rounding, or Gist's lossless encodings "
         "(default: %(default)s)",

@@ -69,7 +69,7 @@ def extract(traced: TracedStep) -> ExtractedStep:
     when = created(traced.function, traced.stands_in)
     ops = [op for op in graph.get_operations() if op not in reruns.values()]
     gradients = _gradients(ops, when, traced)
-    place = _places(ops, {**when, **traced.placed})
+    place = _places(ops, when, traced.placed)
     ops = sorted(ops, key=lambda op: place[op.name])
     number = {op.name: k for k, op in enumerate(ops)}
     tensors = [t for op in ops for t in op.outputs]
@@ -131,8 +131,8 @@ def _reserved_by_gpu(
     return result.reserve_space_3.shape.as_list()
 
 
-def _places(ops: Sequence[tf.Operation], when: Mapping[str, float]) -> dict[str, float]:
-    """Where each op belongs in the order of creation in the traced step; an op that Grappler made goes right behind what it depends on.
+def _places(ops: Sequence[tf.Operation], when: Mapping[str, int], placed: Mapping[str, float]) -> dict[str, float]:
+    """Where each op belongs in the order of creation; an op that Grappler made goes right behind what it depends on.
 
     Import order is topological but not creation order, and only creation order has the whole
     forward pass before the backward pass. Constants come first: Grappler makes one of equal ones, and
@@ -140,7 +140,7 @@ def _places(ops: Sequence[tf.Operation], when: Mapping[str, float]) -> dict[str,
     """
     constants = {op.name: 0 for op in ops if op.type == "Const"}
     needed = no_later_than_readers(_read(ops), {op.name: when[op.name] for op in ops if op.name in when})
-    known = {name: number for name, number in needed.items() if name in when} | constants
+    known = {name: number for name, number in needed.items() if name in when} | dict(placed) | constants
     return places({op.name: [before.name for before in _dependencies(op)] for op in ops}, known)
 
 

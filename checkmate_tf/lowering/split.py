@@ -20,13 +20,15 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
+from checkmate_tf.core.requirements import working_set_bytes
 from checkmate_tf.lowering.creation import op_of
-from checkmate_tf.lowering.division import ROWS, SHAPES, SUM, Division, axis_of, division
+from checkmate_tf.lowering.division import ROWS, SHAPES, SUM, Division, axis_of, division, part_of_sizes
 from checkmate_tf.lowering.extract import ExtractedStep
 from checkmate_tf.lowering.implementations.rewrite import Fired
 from checkmate_tf.lowering.implementations.view import Tensor, data_inputs, nbytes, written
 from checkmate_tf.lowering.trace import TracedStep
 
+_MATTERS = 0.05  # of what one op needs at most; smaller tensors decide nothing
 _INT32 = tf.int32.as_datatype_enum
 
 
@@ -68,7 +70,8 @@ def _region(step: ExtractedStep, parts: int) -> dict[str, Division]:
     sizes = {
         t.name: nbytes(tf.TensorSpec(t.shape, t.dtype)) for op, found in divided.items() for t in _in_parts(op, found)
     }
-    for most_bytes in sorted(set(sizes.values()), reverse=True):
+    matters_bytes = _MATTERS * working_set_bytes(step.op_graph)
+    for most_bytes in sorted({size for size in sizes.values() if size >= matters_bytes}, reverse=True):
         region = _shared(divided, {name for name, size in sizes.items() if size > most_bytes / parts})
         if region:
             return region
@@ -225,8 +228,10 @@ class _Split:
         controls = [op for text in node.input[len(reads) :] for op in self._ends(op_of(text), part)]
         inputs = []
         for k, tensor in enumerate(reads):
-            if k in found.constants:
-                inputs.append(self._constant(f"{node.name}/split/input_{k}", found.constants[k], node))
+            if k in found.sizes:
+                op = self._step.graph.get_operation_by_name(node.name)
+                sizes = part_of_sizes(op, k, found.sizes[k], self._parts)
+                inputs.append(self._constant(f"{node.name}/split/input_{k}", sizes, node))
             elif k in found.cut:
                 inputs.append(written(self._part(tensor, part, node.name)))
             else:
