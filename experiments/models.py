@@ -74,6 +74,16 @@ def transformer(
     return keras.Model(inputs, layers.Dense(classes, activation="softmax")(x), name="transformer")
 
 
+def language_model(
+    blocks: int = 4, width: int = 256, heads: int = 4, length: int = 256, vocabulary: int = 32_000
+) -> keras.Model:
+    """A causal pre-norm decoder, which gives logits of the next word at each place."""
+    inputs = keras.Input((length,), dtype="int32")
+    x = Positions()(layers.Embedding(vocabulary, width)(inputs))
+    x = pre_norm_blocks(x, blocks, width, heads, causal=True)
+    return keras.Model(inputs, layers.Dense(vocabulary)(layers.LayerNormalization()(x)), name="language_model")
+
+
 class Positions(layers.Layer):
     """Adds a learned vector for each place."""
 
@@ -98,11 +108,11 @@ def vision_transformer(size: int, patch: int, blocks: int, width: int, heads: in
     return keras.Model(inputs, layers.Dense(1000, activation="softmax")(x), name="vit")
 
 
-def pre_norm_blocks(x, blocks: int, width: int, heads: int):
+def pre_norm_blocks(x, blocks: int, width: int, heads: int, *, causal: bool = False):
     """Attention and a GELU network in turn, each behind a layer norm and added to what went in; no dropout."""
     for _ in range(blocks):
         y = layers.LayerNormalization()(x)
-        x = layers.Add()([x, layers.MultiHeadAttention(heads, width // heads)(y, y)])
+        x = layers.Add()([x, layers.MultiHeadAttention(heads, width // heads)(y, y, use_causal_mask=causal)])
         y = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(x))
         x = layers.Add()([x, layers.Dense(width)(y)])
     return x
@@ -167,6 +177,11 @@ CASES = {
         build=lambda: _compiled(vision_transformer(224, 16, blocks=12, width=384, heads=6), optimizer="adam"),
         batch=lambda rng: (rng.standard_normal((32, 224, 224, 3), np.float32), rng.integers(0, 1000, 32, np.int32)),
         batch_size=32,
+    ),
+    "Language model": Case(
+        build=lambda: _compiled(language_model(), optimizer="adam", from_logits=True),
+        batch=lambda rng: (rng.integers(0, 32_000, (8, 256), np.int32), rng.integers(0, 32_000, (8, 256), np.int32)),
+        batch_size=8,
     ),
     "Transformer": Case(
         build=lambda: _compiled(transformer(), optimizer="adam"),

@@ -231,6 +231,7 @@ TABLES = {
     "glance": (RESULTS / "within_budget.json", glance_table),
     "measured": (RESULTS / "within_budget.json", measured_table),
     "fused": (RESULTS / "within_budget_fused.json", measured_table),
+    "split": (RESULTS / "within_budget_split.json", measured_table),
     "microbatches": (RESULTS / "within_budget_microbatches.json", microbatches_table),
     "gpu": (RESULTS / "within_budget_gpu.json", measured_table),
     "xla": (RESULTS / "gpu.json", gpu_table),

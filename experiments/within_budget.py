@@ -3,6 +3,7 @@
     python experiments/within_budget.py                       # every case, results/within_budget.json
     python experiments/within_budget.py --cases MobileNet --budgets 0.5 --out /tmp/out.json
     python experiments/within_budget.py --implementations fused        # results/within_budget_fused.json
+    python experiments/within_budget.py --implementations split        # results/within_budget_split.json
     python experiments/within_budget.py --microbatches auto            # results/within_budget_microbatches.json
 
 What was measured on a GPU, where cases of the usual size would be too small (results/within_budget_gpu.json):
@@ -49,20 +50,33 @@ CUT_BUDGETS = {  # without batch norm: rows are independent of one another
     "VGG16": ["0.5", "0.35", "0.28"],
     "U-Net": ["0.35", "0.28", "0.22"],
 }
+SPLIT_BUDGETS = {  # below the least memory of whole ops
+    "Language model": ["0.5", "0.35", "0.25"],
+    "U-Net": ["0.35", "0.28", "0.22"],
+    "VGG16": ["0.35", "0.28"],
+    "Transformer": ["0.25", "0.15"],
+}
 FUSED_BUDGETS = dict.fromkeys(("MobileNet", "ResNet50"), ("all", "0.75", "0.5", "min"))  # those with batch norm
 
 
 def main() -> int:
     """Runs each case in a process and collects what they write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=[*BUDGETS, "ViT"], help="default: all that the options are for")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=sorted(BUDGETS | CUT_BUDGETS | SPLIT_BUDGETS),
+        help="default: all that the options are for",
+    )
     parser.add_argument("--budgets", nargs="+", help='fractions of the plain peak, or "min" (default: per case)')
     parser.add_argument("--steps", type=int, default=5, help="least measured steps of each kind (default 5)")
     parser.add_argument("--time-limit", type=float, default=40.0, help="seconds of search per budget")
-    parser.add_argument("--implementations", default="exact", choices=["exact", "fused"])
+    parser.add_argument("--implementations", default="exact", choices=["exact", "fused", "split"])
     parser.add_argument("--microbatches", default="1", help='number of parts of each batch, or "auto"')
     parser.add_argument("--batch-factor", type=int, default=1, help="times the batch of each case, as for a GPU")
-    parser.add_argument("--out", type=pathlib.Path, help="default: results/within_budget[_fused][_microbatches].json")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="default: results/within_budget[_fused|_split][_microbatches].json"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -87,7 +101,8 @@ def main() -> int:
     settings |= {"batch_factor": args.batch_factor} if args.batch_factor > 1 else {}
     settings |= {"microbatches": args.microbatches} if is_cut else {}
     result = ResultFile(args.out, settings, ("case", "budget"), KERAS_PACKAGES)
-    defaults = CUT_BUDGETS if is_cut else BUDGETS if args.implementations == "exact" else FUSED_BUDGETS
+    by_implementations = {"exact": BUDGETS, "fused": FUSED_BUDGETS, "split": SPLIT_BUDGETS}
+    defaults = CUT_BUDGETS if is_cut else by_implementations[args.implementations]
     for case in args.cases or defaults:
         budgets = args.budgets or defaults.get(case) or BUDGETS[case]
         command = ["--worker", case, "--steps", str(args.steps), "--time-limit", str(args.time_limit)]
