@@ -24,10 +24,12 @@ from checkmate_tf.errors import (
 _cpu_memory.count()
 
 _LAZY = {
+    "Advice": "checkmate_tf.reports.advice",
     "MaxBatchSize": "checkmate_tf.studies.batch_size",
     "MinimumBudget": "checkmate_tf.api",
     "Report": "checkmate_tf.reports.report",
     "TradeoffCurve": "checkmate_tf.reports.tradeoff",
+    "advise": "checkmate_tf.api",
     "compile": "checkmate_tf.api",
     "function": "checkmate_tf.api",
     "max_batch_size": "checkmate_tf.api",

@@ -15,12 +15,14 @@ from checkmate_tf.budget import Budget, parse
 from checkmate_tf.device_memory import allocation_replay
 from checkmate_tf.device_memory.device import is_cpu
 from checkmate_tf.errors import ModelError, OptionError
+from checkmate_tf.keras import advise as advising
 from checkmate_tf.keras import curve, max_batch, train_step
 from checkmate_tf.keras.custom_step import PlannedFunction
 from checkmate_tf.keras.microbatches import AUTO
 from checkmate_tf.keras.unplanned import ON_UNPLANNED, WARN
 from checkmate_tf.lowering.implementations.registry import RULES
 from checkmate_tf.progress import progress
+from checkmate_tf.reports.advice import Advice
 from checkmate_tf.reports.report import Report
 from checkmate_tf.reports.tradeoff import TradeoffCurve
 from checkmate_tf.step.pipeline import ProfiledStep, Settings
@@ -369,6 +371,52 @@ def max_batch_size(
         )
     settings = _settings(budget, strategy, time_limit_s, implementations, cache_dir, verbose)
     return max_batch.find(model, settings, input_spec, max_overhead=max_overhead, measure=measure, path=path)
+
+
+def advise(
+    model: keras.Model,
+    budget: Budget,
+    input_spec: Any,
+    *,
+    time_limit_s: float = 120.0,
+    cache_dir: str | os.PathLike[str] | None = None,
+    verbose: bool | str = "auto",
+) -> Advice:
+    """Looks into what would make a model train inside a budget, and what each way costs. The model is left as it was.
+
+    The ways: the step as it is; planned; planned with `implementations="fused"`; in 2, 4... microbatches, with both
+    kinds of implementations; in 16 bits (a copy of the model under mixed_bfloat16, on older GPUs mixed_float16),
+    unmodified, planned and in microbatches. Of each the peak is predicted on the device's own allocator and the time
+    from profiled ops, as `compile` does; nothing is trained. `compile` may find faster plans, as it searches longer by
+    default. Ways for which there is no time are named as left out. What was not computed is None.
+
+    What a batch in parts changes is found on a few rows of random numbers; whole numbers in them are 0.
+
+    Args:
+        model: Compiled, with an optimizer.
+        budget: As for `compile`; a fraction is of the unmodified step's predicted peak.
+        input_spec: (x, y) or (x, y, sample_weight) as (nested) tf.TensorSpec with every dimension, all with the same
+            number of rows.
+        time_limit_s: Seconds for all of it. The step as it is, and planned, is looked into in any case, and a way
+            that was begun is ended.
+        cache_dir: Folder for measured ops and found schedules; by default in the user's cache folder.
+        verbose: Whether to show progress; "auto": on a terminal.
+
+    Returns:
+        The ways, the fastest first, each with its predicted peak, what it changes in the results and what to write; and
+        what makes up the least memory. Prints as a table, with `plot()`, `to_json()` and `save_html(path)`.
+
+    Raises:
+        BudgetError, ModelError, OptionError: An argument means nothing, or the model cannot be planned; the message
+            says what to do.
+        PlanningError: The model's own step could not be traced or profiled; `__cause__` says why.
+
+    References:
+        Jain et al., Checkmate, MLSys 2020; Tooley, The Maximum-Memory Rule; Micikevicius et al., Mixed Precision
+        Training, ICLR 2018.
+    """
+    settings = _settings(budget, "auto", time_limit_s, "exact", cache_dir, verbose)
+    return advising.compute(model, settings, input_spec)
 
 
 def strategies() -> tuple[str, ...]:

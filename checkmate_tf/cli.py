@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from checkmate_tf._version import __version__
-from checkmate_tf.commands import curve, max_batch, report, solve, train
+from checkmate_tf.commands import advise, curve, max_batch, report, solve, train
 from checkmate_tf.errors import CheckmateError
 
-_COMMANDS = (train, curve, max_batch, report, solve)
+_COMMANDS = (train, advise, curve, max_batch, report, solve)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,16 @@ from checkmate_tf.core.opgraph import CONTROL_FLOW, OpGraph
 def working_set_bytes(graph: OpGraph, uncounted_below_bytes: int = 0) -> int:
     """A lower bound on the peak of every plan: the most that one op's inputs and outputs take together.
 
+    Args:
+        graph: The step.
+        uncounted_below_bytes: Smaller tensors are in no statistics of the allocator.
+    """
+    return int(working_sets_bytes(graph, uncounted_below_bytes).max(initial=0))
+
+
+def working_sets_bytes(graph: OpGraph, uncounted_below_bytes: int = 0) -> np.ndarray:
+    """int64 (ops,). What the inputs and outputs of each op take together, at least.
+
     An output may take over one input's storage; workspace is left out. A loop or branch may give its inputs back before
     it makes its outputs.
 
@@ -21,16 +31,16 @@ def working_set_bytes(graph: OpGraph, uncounted_below_bytes: int = 0) -> int:
     owned = np.where(graph.owned_bytes >= uncounted_below_bytes, graph.owned_bytes, 0)
     out_bytes = np.zeros(graph.n, dtype=np.int64)
     np.add.at(out_bytes, graph.producer, owned)
-    bound = 0
+    sizes = np.zeros(graph.n, dtype=np.int64)
     for op in range(graph.n):
         inputs = sum(int(owned[t]) for t in graph.storage_inputs[op])
         if graph.types[op] in CONTROL_FLOW:
-            bound = max(bound, inputs, int(out_bytes[op]))
+            sizes[op] = max(inputs, int(out_bytes[op]))
             continue
         own = int(owned[graph.taking(op)]) if graph.forwarding[op] else 0
         taken = own if any(graph.tensor_bytes[t] == own for t in graph.forwarding[op]) else 0
-        bound = max(bound, inputs + int(out_bytes[op]) - taken)
-    return bound
+        sizes[op] = inputs + int(out_bytes[op]) - taken
+    return sizes
 
 
 def needed_bytes(graph: Graph, *, gradients_once: bool) -> np.ndarray:

@@ -78,6 +78,12 @@ def limit_bytes(device: str) -> int | None:
     return None
 
 
+def compute_capability(device: str) -> tuple[int, int] | None:
+    """Which generation of kernels a GPU has, as (major, minor); None for a CPU, or where that is not known."""
+    physical = None if is_cpu(device) else _physical(device)
+    return physical and tf.config.experimental.get_device_details(physical).get("compute_capability")
+
+
 def grows(device: str) -> bool:
     """Whether the allocator takes memory as it is asked for, in regions, and not all at the start."""
     if is_cpu(device):

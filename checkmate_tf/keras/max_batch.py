@@ -124,9 +124,9 @@ class _Finder:
         self.budget_bytes = profiled.budget_bytes()
         self.kept = BatchTrials(self._path, self._fingerprint(profiled))
         profiled.make_room(self.budget_bytes - profiled.base_bytes)
-        scaled = _ScaledForms(profiled, lambda variant: self._scaled(variant, data))
+        scaled = ScaledForms(profiled, lambda variant: Scaled.of(variant, data, 2 * self._rows))
         unmodified = profiled.unmodified()
-        plain = scaled.first if unmodified is profiled else self._scaled(unmodified, data)
+        plain = scaled.first if unmodified is profiled else Scaled.of(unmodified, data, 2 * self._rows)
         self._plain_rows = largest_exactly(lambda size: plain.plain_fits(size, self.budget_bytes), self._rows)
         self.most_rows = largest_exactly(lambda size: scaled.may_fit(size, self.budget_bytes), self._rows)
         if self.most_rows == 0:
@@ -160,12 +160,6 @@ class _Finder:
         self._known.append(least)
         weights = profiled.base_bytes - profiled.batch_bytes
         return max(1, int(self._rows * (self.budget_bytes - weights) / max(1, least.peak_bytes - weights)))
-
-    def _scaled(self, profiled: ProfiledStep, data) -> _Scaled:
-        other_rows = 2 * self._rows
-        step, other = profiled.profile, profiled.profile_at(batch.with_rows(batch.spec_of(data), other_rows))
-        scaling = BatchScaling.between(step.op_graph, step.costs, self._rows, other.op_graph, other_rows, other.costs)
-        return _Scaled(profiled, scaling)
 
     def is_confirmed(self, size: int, input_spec, *, measure: bool) -> bool:
         """Whether the step traced and profiled at this size has a plan; asked only where that is not known."""
@@ -276,16 +270,16 @@ class _Finder:
         self.kept.save()
 
 
-class _ScaledForms:
+class ScaledForms:
     """The forms of a step with different alternatives, at sizes at which it was not profiled."""
 
-    def __init__(self, profiled: ProfiledStep, scaled: Callable[[ProfiledStep], _Scaled]):
+    def __init__(self, profiled: ProfiledStep, scaled: Callable[[ProfiledStep], Scaled]):
         self._profiled = profiled
         self._make = scaled
-        self._variants: dict[frozenset[str] | None, _Scaled] = {}
+        self._variants: dict[frozenset[str] | None, Scaled] = {}
 
     @property
-    def first(self) -> _Scaled:
+    def first(self) -> Scaled:
         """The step without alternatives."""
         return self._variant(NONE)
 
@@ -308,19 +302,33 @@ class _ScaledForms:
             for chosen in self._profiled.implementation_planner().extremes
         )
 
-    def _variant(self, chosen: frozenset[str] | None) -> _Scaled:
+    def _variant(self, chosen: frozenset[str] | None) -> Scaled:
         if chosen not in self._variants:
             self._variants[chosen] = self._make(self._profiled.variant(chosen))
         return self._variants[chosen]
 
 
-class _Scaled:
+class Scaled:
     """A profiled step at sizes that it was not profiled at."""
 
     def __init__(self, profiled: ProfiledStep, scaling: BatchScaling):
         self._profiled = profiled
         self._scaling = scaling
         self._plain_order = ready_order(scaling.op_graph)
+
+    @classmethod
+    def of(cls, profiled: ProfiledStep, data, other_rows: int) -> Scaled:
+        """A profiled step at any size, by what changes from its own to another one.
+
+        Args:
+            profiled: The step.
+            data: A batch like its own.
+            other_rows: Rows at which it is profiled for that.
+        """
+        rows = batch.rows(data)
+        step, other = profiled.profile, profiled.profile_at(batch.with_rows(batch.spec_of(data), other_rows))
+        scaling = BatchScaling.between(step.op_graph, step.costs, rows, other.op_graph, other_rows, other.costs)
+        return cls(profiled, scaling)
 
     def planner(self, size: int) -> Planner:
         """A planner of the step at that size."""

@@ -52,7 +52,7 @@ class Accumulation:
         with tf.device(model.trainable_variables[0].value.device):
             self.share = tf.Variable(1.0, trainable=False, dtype="float64", name="share_of_batch")
             self._sums = {
-                id(variable): tf.Variable(tf.zeros(variable.shape, _wide(variable.dtype)), trainable=False)
+                id(variable): tf.Variable(tf.zeros(variable.shape, wide(variable.dtype)), trainable=False)
                 for variable in model.trainable_variables
             }
 
@@ -377,6 +377,6 @@ def _paired(gradients: Sequence, variables: Sequence) -> list:
     return [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
 
 
-def _wide(dtype: str) -> str:
-    """The type of a sum of gradients."""
+def wide(dtype: str) -> str:
+    """The type of a sum of gradients of such weights."""
     return "float32" if tf.as_dtype(dtype).size < 4 else dtype

@@ -47,14 +47,14 @@ def at_peak(smallest: EvaluatedPlan, before: Before) -> str:
     for tensor, nbytes in _held(smallest, step).items():
         op = int(graph.producer[tensor])
         parts[_UPDATES if fixed[op] else _LAYERS] += nbytes
-        places[_place(graph, op)] += nbytes
+        places[place(graph, op)] += nbytes
     parts[_WORKSPACE] = max(0, int(memory.in_use_bytes[step] - memory.held_bytes[step]))
     total = max(1, parts.total())
     listed = ", ".join(
         f"{name} {format_bytes(size)} ({100 * size / total:.0f} %)" for name, size in parts.most_common() if size > 0
     )
     where = "".join(f" Most of what is made in the step is of {place}." for place, _ in places.most_common(1))
-    bottleneck = f"{_place(graph, int(smallest.plan.ops[step]))} (op {smallest.bottleneck})"
+    bottleneck = f"{place(graph, int(smallest.plan.ops[step]))} (op {smallest.bottleneck})"
     return f"At its peak, in {bottleneck}, it holds: {listed}.{where} Try: {_tries(parts, total)}"
 
 
@@ -96,12 +96,22 @@ def _of_fixed_size(plan: EvaluatedPlan) -> np.ndarray:
     return of_fixed_size
 
 
-def _place(graph: OpGraph, op: int) -> str:
-    """Where in the model an op belongs, by the names of its layers."""
+def place(graph: OpGraph, op: int, model: str | None = None) -> str:
+    """Where in the model an op belongs, by the names of its layers.
+
+    Args:
+        graph: The step.
+        op: The op.
+        model: Name of the model, which is no layer.
+    """
     scopes = graph.names[op].split("/")[:-1]
     of_tape = scopes[:1] == ["gradient_tape"]
     if graph.is_gradient[op] and not of_tape:
         return "the update of the weights"
-    layers = [scope for scope in scopes[of_tape:] if not _MODEL.fullmatch(scope)]
+    layers = [scope for scope in scopes[of_tape:] if not _MODEL.fullmatch(scope) and not _is_named(scope, model)]
     place = f'layer "{layers[0]}"' if layers else "the loss"
     return f"the gradient of {place}" if of_tape else place
+
+
+def _is_named(scope: str, model: str | None) -> bool:
+    return model is not None and re.fullmatch(re.escape(model) + r"(_\d+)?", scope) is not None

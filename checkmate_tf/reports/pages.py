@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from checkmate_tf._version import __version__
@@ -41,14 +41,42 @@ def fragment(
         notes: Sentences.
         plots: Figures, and what each shows.
     """
-    head = "".join(f"<th>{name}</th>" for name in _HEADING)
-    parts = [
-        f'<table class="figures"><thead><tr>{head}</tr></thead><tbody>{"".join(map(_row, comparison))}</tbody></table>',
-        f"<table><tbody>{''.join(map(_row, facts))}</tbody></table>",
-        *(f'<p class="note">{html.escape(note)}</p>' for note in notes),
-        *(_image(to_png(figure), text) for figure, text in plots),
-    ]
+    return block(
+        table(_HEADING, comparison, of_figures=True),
+        table((), facts),
+        notes_of(notes),
+        *(image(figure, text) for figure, text in plots),
+    )
+
+
+def block(*parts: str) -> str:
+    """Parts of a page with their style, as a fragment that stands by itself."""
     return f'<div class="checkmate-tf"><style>{_STYLE}</style>{"".join(parts)}</div>'
+
+
+def table(heading: Sequence[str], rows: Iterable[Sequence[str]], *, of_figures: bool = False) -> str:
+    """A table of text.
+
+    Args:
+        heading: Names of the columns; none for a table without them.
+        rows: Their cells. Line breaks in them are kept.
+        of_figures: All columns but the first are flush right.
+    """
+    opening = '<table class="figures">' if of_figures else "<table>"
+    names = "".join(f"<th>{html.escape(name)}</th>" for name in heading)
+    head = f"<thead><tr>{names}</tr></thead>" if names else ""
+    return f"{opening}{head}<tbody>{''.join(map(_row, rows))}</tbody></table>"
+
+
+def notes_of(sentences: Iterable[str]) -> str:
+    """Sentences that stand out."""
+    return "".join(f'<p class="note">{html.escape(sentence)}</p>' for sentence in sentences)
+
+
+def image(figure: Figure, text: str) -> str:
+    """A figure, and what it shows, within the page."""
+    data = base64.b64encode(to_png(figure)).decode("ascii")
+    return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{data}">'
 
 
 def document(title: str, body: str) -> str:
@@ -60,10 +88,5 @@ def document(title: str, body: str) -> str:
     )
 
 
-def _row(cells: tuple[str, ...]) -> str:
-    return "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-
-
-def _image(png: bytes, text: str) -> str:
-    data = base64.b64encode(png).decode("ascii")
-    return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{data}">'
+def _row(cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<td>{html.escape(cell).replace(chr(10), '<br>')}</td>" for cell in cells) + "</tr>"
