@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -142,7 +142,7 @@ class _Advisor:
         with self._phase("own step"):
             profiled, limits = on_profiled(own.model, self._settings, self._spec, self._profiled)
         plain = self._look(own, own.way(PLAIN, None), lambda way, _: self._unmodified(own, way, profiled))
-        planned = self._look(own, own.way("planned", ""), lambda way, _: self._planned(own, way, profiled))
+        planned = self._look(own, own.way("planned", ""), lambda way, _: self._planned(own, way, profiled, share=2.0))
         notes = [_BY_XLA] if own.model.jit_compile else []
         if limits.weights_bytes <= self._budget_bytes:
             policy = self._precision()
@@ -153,7 +153,7 @@ class _Advisor:
             if policy is not None and self._changed is not None:
                 self._microbatches(self._copy(policy), limits, None)
             if scaled is not None:
-                self._replace(plain, largest_batch=self._largest_plain(own, scaled, plain))
+                self._replace(plain, largest_batch=self._largest_plain(profiled, scaled, plain))
                 self._replace(planned, largest_batch=self._largest_planned(scaled, planned))
             notes.append(_SEPARATE_SEARCH)
         return Advice(
@@ -213,8 +213,8 @@ class _Advisor:
             relative_time=relative_time,
         )
 
-    def _planned(self, side: _Side, way: Way, profiled: ProfiledStep) -> Way:
-        return self._judged(side, way, [(1, self._search(side, profiled, 1.0))])
+    def _planned(self, side: _Side, way: Way, profiled: ProfiledStep, *, share: float = 1.0) -> Way:
+        return self._judged(side, way, (1,), [self._search(side, profiled, share)])
 
     def _search(self, side: _Side, profiled: ProfiledStep, share: float) -> _Found:
         """Plans a step, first with those equivalents only that are always taken: others take traces of their own.
@@ -238,27 +238,29 @@ class _Advisor:
             plan = (all_forms if is_complete else planner).smallest_seen()
         return _Found(plan, is_within, needed_bytes)
 
-    def _judged(self, side: _Side, way: Way, steps: list[tuple[int, _Found]]) -> Way:
+    def _judged(self, side: _Side, way: Way, counts: Sequence[int], steps: Sequence[_Found]) -> Way:
         """A way whose step consists of planned ones.
 
         Args:
             side: Whose way it is.
             way: The way.
-            steps: How often each runs, and what is known of it.
+            counts: How often each of its steps runs.
+            steps: What is known of them; none behind one that is not within the budget.
         """
-        floors = [found.needed_bytes for _, found in steps if found.needed_bytes is not None]
+        floors = [found.needed_bytes for found in steps if found.needed_bytes is not None]
         needed_bytes = max(floors) if floors else None
-        way = dataclasses.replace(
-            way, within_budget=all(found.is_within for _, found in steps), needed_bytes=needed_bytes
-        )
-        plans = [found.plan for _, found in steps]
+        way = dataclasses.replace(way, within_budget=all(found.is_within for found in steps), needed_bytes=needed_bytes)
+        plans = [found.plan for found in steps]
         peak_bytes = NEVER if None in plans else max(plan.peak_bytes for plan in plans) - side.others_bytes
         if not way.within_budget and (None in plans or peak_bytes <= self._budget_bytes):
             proven = needed_bytes is not None and needed_bytes > self._budget_bytes
             floor = f"it needs at least {format_bytes(needed_bytes, round_up=True)}, proven." if proven else ""
             return dataclasses.replace(way, note=" ".join(filter(None, (way.note, floor or "no plan was found."))))
-        seconds = sum(count * found.plan.time_s for count, found in steps)
-        return dataclasses.replace(way, predicted_peak_bytes=peak_bytes, relative_time=seconds / self._plain_s)
+        relative_time = None
+        if len(plans) == len(counts):
+            seconds = sum(count * plan.time_s for count, plan in zip(counts, plans, strict=True))
+            relative_time = seconds / self._plain_s
+        return dataclasses.replace(way, predicted_peak_bytes=peak_bytes, relative_time=relative_time)
 
     def _fused(self) -> None:
         own = self._own
@@ -365,9 +367,9 @@ class _Advisor:
             way = dataclasses.replace(
                 way, changes=", ".join(dict.fromkeys((*way.changes.split(", "), *changes))), note=note
             )
-            return self._judged(side, way, list(zip((count - 1, 1), found, strict=False)))
+            return self._judged(side, way, (count - 1, 1), found)
 
-        way = self._look(side, _way_in_parts(side, parts, implementations), look, takes_s=self._least_s)
+        way = self._look(side, _way_in_parts(side, parts, implementations), look, takes_s=2 * self._least_s)
         if way.within_budget is None:
             self._replace(way, changes=_UNKNOWN)
         return way, any(one.plan is not None and one.plan.overhead > _AS_FAST for one in found)
@@ -376,19 +378,20 @@ class _Advisor:
         """The planned step at other sizes of the batch, where there is time for that."""
         if 2 * self._least_s > self._left_s:
             return None
-        other_rows = self._rows // 2 or 2  # its ops are those of two microbatches as well
         with self._phase("other sizes"):
-            return side.training.on_spec(self._spec, lambda data: Scaled.of(profiled, data, other_rows))
+            return side.training.on_spec(self._spec, lambda data: Scaled.of(profiled, data, self._other_rows))
 
-    def _largest_plain(self, side: _Side, scaled: Scaled, plain: Way) -> int | None:
+    def _largest_plain(self, profiled: ProfiledStep, scaled: Scaled, plain: Way) -> int | None:
         """The largest batch whose unmodified step fits; None where that is none."""
 
-        def largest(_) -> int:
-            return largest_exactly(lambda size: scaled.plain_fits(size, self._budget_bytes), self._rows)
+        def largest(data) -> int:
+            step = profiled.unmodified()
+            unmodified = scaled if step is profiled else Scaled.of(step, data, self._other_rows)
+            return largest_exactly(lambda size: unmodified.plain_fits(size, self._budget_bytes), self._rows)
 
         with self._phase("largest batch"):
-            rows = side.training.on_spec(self._spec, largest)
-        # It looks at ops one by one only, where the way itself was also looked at with some side by side.
+            rows = self._own.training.on_spec(self._spec, largest)
+        # That looks at ops one by one only; at this size some side by side were looked at as well.
         return (max(rows, self._rows) if plain.within_budget else min(rows, self._rows - 1)) or None
 
     def _largest_planned(self, scaled: Scaled, planned: Way) -> int | None:
@@ -411,6 +414,11 @@ class _Advisor:
     def _note(self, way: Way, note: str, **known) -> None:
         """Notes a way down that is not looked into."""
         self._ways.append(dataclasses.replace(way, note=note, **known))
+
+    @property
+    def _other_rows(self) -> int:
+        """A size at which ops are those of two microbatches, too."""
+        return self._rows // 2 or 2
 
     @property
     def _device(self) -> str:
@@ -514,6 +522,6 @@ def _as_code(budget: Budget) -> str:
 
 
 def _reason(error: CheckmateError) -> str:
-    """What an error of planning says; the cause, where that is one of this package's own."""
+    """The first line of what an error of planning says; of its cause, where that is one of this package's own."""
     cause = error.__cause__
-    return str(cause if isinstance(cause, CheckmateError) else error)
+    return str(cause if isinstance(cause, CheckmateError) else error).splitlines()[0]

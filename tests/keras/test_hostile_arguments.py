@@ -61,7 +61,9 @@ def test_compile(argument, model):
     assert "make_train_function" not in model.__dict__
 
 
-@pytest.mark.parametrize("call", ["compile", "function", "minimum_budget", "max_batch_size", "tradeoff_curve"])
+@pytest.mark.parametrize(
+    "call", ["compile", "function", "minimum_budget", "max_batch_size", "tradeoff_curve", "advise"]
+)
 def test_specifications(call, model):
     calls = {
         "compile": lambda spec: checkmate_tf.compile(model, "1GiB", input_spec=spec),
@@ -69,6 +71,7 @@ def test_specifications(call, model):
         "minimum_budget": lambda spec: checkmate_tf.minimum_budget(model, spec),
         "max_batch_size": lambda spec: checkmate_tf.max_batch_size(model, "1GiB", spec),
         "tradeoff_curve": lambda spec: checkmate_tf.tradeoff_curve(model, spec),
+        "advise": lambda spec: checkmate_tf.advise(model, "1GiB", spec),
     }
     for name, value in HOSTILE.items():
         if call == "compile" and value is None:
@@ -92,11 +95,19 @@ def test_batch_size(argument, model):
         assert _is_own_error(lambda a=arguments: checkmate_tf.max_batch_size(model, input_spec=None, **a)), name
 
 
+@pytest.mark.parametrize("argument", ["budget", "time_limit_s", "cache_dir", "verbose"])
+def test_advice(argument, model):
+    for name, value in HOSTILE.items():
+        arguments = {"budget": "1GiB", argument: value}
+        assert _is_own_error(lambda a=arguments: checkmate_tf.advise(model, input_spec=None, **a)), name
+
+
 def test_steps_and_reports(model):
     for name, value in HOSTILE.items():
         assert _is_own_error(lambda v=value: checkmate_tf.function(v, "1GiB", input_spec=SPEC)), name
         assert _is_own_error(lambda v=value: checkmate_tf.report(v)), name
         assert _is_own_error(lambda v=value: checkmate_tf.minimum_budget(v, SPEC)), name
+        assert _is_own_error(lambda v=value: checkmate_tf.advise(v, "1GiB", SPEC)), name
 
 
 def test_reserve():

@@ -82,6 +82,7 @@ def train_as_written(build, code, cached):
     return checkmate_tf.report(model)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize(("build", "part"), [(convnet, 0.8), (transformer, 0.7)])
 def test_what_is_within_the_budget_keeps_it(build, part, cached):
@@ -108,7 +109,7 @@ def test_what_is_within_the_budget_keeps_it(build, part, cached):
     planned = next(way for way in within if way.name == "planned")
     assert planned.largest_batch >= ROWS
     assert planned.changes == "nothing"
-    parts = next(way for way in within if way.name.endswith("microbatches"))
+    parts = next(way for way in within if way.name[0].isdigit())
     assert parts.changes == ("rounding, random numbers" if build is transformer else "rounding")
 
 
@@ -121,7 +122,7 @@ def test_the_model_is_left_as_it_was(cached):
     before = [values_of(variable).copy() for variable in state(model)]
     optimizer, loss, function = model.optimizer, model.loss, model.train_function
     held_bytes = tf.config.experimental.get_memory_info("CPU:0")["current"]
-    advice = checkmate_tf.advise(model, 0.6, spec_of(model), time_limit_s=10.0, **cached)
+    advice = checkmate_tf.advise(model, 0.6, spec_of(model), time_limit_s=24.0, **cached)
     assert random.random() == random.Random(1).random()
     assert np.random.random() == np.random.RandomState(1).random()  # noqa: NPY002
     for variable, value in zip(state(model), before, strict=True):
