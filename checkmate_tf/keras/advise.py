@@ -127,7 +127,7 @@ class _Advisor:
         self._own = _Side(model, training, _as_code(settings.budget))
         self._ways: list[Way] = []
         self._phases_s: dict[str, float] = {}
-        self._least_s = 0.0  # that one more step takes to be traced and profiled
+        self._trace_s = self._profile_s = 0.0  # what these took for the model's own step
         self._plain_s = math.nan
         self._budget_bytes = 0
         self._changed: tuple[tuple[str, ...], str] | None = None  # by cutting the batch in parts, once that is known
@@ -153,8 +153,9 @@ class _Advisor:
             if policy is not None and self._changed is not None:
                 self._microbatches(self._copy(policy), limits, None)
             if scaled is not None:
-                self._replace(plain, largest_batch=self._largest_plain(profiled, scaled, plain))
-                self._replace(planned, largest_batch=self._largest_planned(scaled, planned))
+                largest = self._largest_plain(profiled, scaled, plain)
+                self._replace(plain, largest_batch=largest)
+                self._replace(planned, largest_batch=self._largest_planned(scaled, planned, largest or 0))
             notes.append(_SEPARATE_SEARCH)
         return Advice(
             budget_bytes=self._budget_bytes,
@@ -169,10 +170,9 @@ class _Advisor:
 
     def _profiled(self, profiled: ProfiledStep) -> tuple[ProfiledStep, Limits]:
         """The same, profiled, and what takes its memory; learns what all else is measured by."""
-        began_s = time.perf_counter()
         self._plain_s = float(profiled.unmodified().profile.costs.time_s.sum())
         self._budget_bytes = profiled.budget_bytes()
-        self._least_s = time.perf_counter() - began_s + profiled.phases_s["trace"]
+        self._trace_s, self._profile_s = profiled.phases_s["trace"], profiled.phases_s["profile"]
         return profiled, _limits(self._own.model, profiled)
 
     def _look(self, side: _Side, way: Way, look: Callable[[Way, object], Way], *, takes_s: float = -math.inf) -> Way:
@@ -230,7 +230,7 @@ class _Advisor:
         plan = planner.find(budget_bytes, time_limit_s=limit_s)
         further = len(all_forms.extremes) - 1
         is_complete = not further
-        if plan is None and further and self._left_s > further * self._least_s:
+        if plan is None and further and self._left_s > further * self._trace_s:
             plan, is_complete = all_forms.find(budget_bytes, time_limit_s=limit_s), True
         needed_bytes = all_forms.needed_bytes - side.others_bytes if is_complete else None
         is_within = plan is not None
@@ -270,7 +270,7 @@ class _Advisor:
             return self._planned(own, way, checked_training(own.model, settings).profiled(data))
 
         way = own.way("planned, fused", ', implementations="fused"', ROUNDING)
-        self._look(own, way, look, takes_s=self._least_s)
+        self._look(own, way, look, takes_s=self._trace_s)  # most of its ops are known
 
     def _precision(self) -> str | None:
         """The same model in 16 bits: unmodified, or else planned.
@@ -283,7 +283,7 @@ class _Advisor:
             self._note(Way("16 bits", "", PRECISION), "not to be had: this GPU has no fast kernels for it.")
             return None
         way = Way(policy, _set_policy(policy), PRECISION)
-        if self._least_s > self._left_s:
+        if self._trace_s + self._profile_s > self._left_s:
             self._note(way, _LEFT_OUT)
             return None
         try:
@@ -369,14 +369,15 @@ class _Advisor:
             )
             return self._judged(side, way, (count - 1, 1), found)
 
-        way = self._look(side, _way_in_parts(side, parts, implementations), look, takes_s=2 * self._least_s)
+        way = _way_in_parts(side, parts, implementations)
+        way = self._look(side, way, look, takes_s=2 * self._trace_s + self._profile_s / parts)
         if way.within_budget is None:
             self._replace(way, changes=_UNKNOWN)
         return way, any(one.plan is not None and one.plan.overhead > _AS_FAST for one in found)
 
     def _scaled(self, side: _Side, profiled: ProfiledStep) -> Scaled | None:
         """The planned step at other sizes of the batch, where there is time for that."""
-        if 2 * self._least_s > self._left_s:
+        if 2 * (self._trace_s + self._profile_s) > self._left_s:
             return None
         with self._phase("other sizes"):
             return side.training.on_spec(self._spec, lambda data: Scaled.of(profiled, data, self._other_rows))
@@ -387,23 +388,31 @@ class _Advisor:
         def largest(data) -> int:
             step = profiled.unmodified()
             unmodified = scaled if step is profiled else Scaled.of(step, data, self._other_rows)
-            return largest_exactly(lambda size: unmodified.plain_fits(size, self._budget_bytes), self._rows)
+            budget_bytes = min(self._budget_bytes, devices.limit_bytes(profiled.device) or self._budget_bytes)
+            return largest_exactly(lambda size: unmodified.plain_fits(size, budget_bytes), self._rows)
 
         with self._phase("largest batch"):
             rows = self._own.training.on_spec(self._spec, largest)
         # That looks at ops one by one only; at this size some side by side were looked at as well.
         return (max(rows, self._rows) if plain.within_budget else min(rows, self._rows - 1)) or None
 
-    def _largest_planned(self, scaled: Scaled, planned: Way) -> int | None:
-        """The largest batch of some that has a plan; None where none is known to have one."""
+    def _largest_planned(self, scaled: Scaled, planned: Way, plain_rows: int) -> int | None:
+        """The largest batch of some that has a plan; None where none is known to have one.
+
+        Args:
+            scaled: The step at other sizes.
+            planned: What is known of it at its own size.
+            plain_rows: The largest batch whose unmodified step fits: that one is tried first.
+        """
 
         def largest(_) -> int:
             fits = self._rows if planned.within_budget else 0
             fits_not = 1 + largest_exactly(lambda size: scaled.may_fit(size, self._budget_bytes), self._rows)
-            for _ in range(_MOST_TRIES):
+            for k in range(_MOST_TRIES):
                 if fits_not - fits <= 1 or self._left_s < 2 * self._search_s:
                     break
-                size = min(max(round(math.sqrt(max(1, fits) * fits_not)), fits + 1), fits_not - 1)
+                middle = round(math.sqrt(max(1, fits) * fits_not))
+                size = min(max(plain_rows if k == 0 and plain_rows > fits else middle, fits + 1), fits_not - 1)
                 plan = scaled.planner(size).find(self._budget_bytes, time_limit_s=self._search_s)
                 fits, fits_not = (fits, size) if plan is None else (size, fits_not)
             return fits
@@ -522,6 +531,6 @@ def _as_code(budget: Budget) -> str:
 
 
 def _reason(error: CheckmateError) -> str:
-    """The first line of what an error of planning says; of its cause, where that is one of this package's own."""
-    cause = error.__cause__
-    return str(cause if isinstance(cause, CheckmateError) else error).splitlines()[0]
+    """What an error of planning says, in one line: where TensorFlow tells whence it came, the line behind that."""
+    lines = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
+    return lines[-1 if lines[0].startswith("in user code") else 0].removeprefix("ModelError: ")

@@ -347,6 +347,9 @@ class Scaled:
         op_graph, costs = permute(*self._scaling.at(size), self._plain_order)
         plan = compile_plan(op_graph, range(op_graph.n))
         memory = simulate(op_graph, plan, costs.workspace_bytes, costs.requests)
+        tensors_bytes = memory.most_counted_bytes(devices.uncounted_below_bytes(self._profiled.device))
+        if self._profiled.base_bytes + self._more_bytes(size) + tensors_bytes > budget_bytes:
+            return False  # an allocator that runs out of memory waits for ten seconds
         peak = self._profiled.allocator_peak(memory, more_bytes=self._more_bytes(size))
         return peak is not None and peak <= budget_bytes
 

@@ -123,7 +123,12 @@ class Limits:
                 "fewer slots."
             )
         floor = format_bytes(self.needed_bytes, round_up=True)
-        most = "that op has" if self.largest_op_bytes > self.weights_bytes else "weights and slots have"
+        parts = {
+            "weights and slots have": self.weights_bytes,
+            "that op has": self.largest_op_bytes,
+            "what is not the step's has": self.others_bytes,
+        }
+        most = max(parts, key=parts.__getitem__)
         return [
             f"Held throughout: weights and optimizer slots {weights}, the batch {batch}{more}.",
             f"The gradients of all weights take {gradients}. The largest op, in {self.largest_op}, has {needs}.",

@@ -122,7 +122,7 @@ def test_the_model_is_left_as_it_was(cached):
     before = [values_of(variable).copy() for variable in state(model)]
     optimizer, loss, function = model.optimizer, model.loss, model.train_function
     held_bytes = tf.config.experimental.get_memory_info("CPU:0")["current"]
-    advice = checkmate_tf.advise(model, 0.6, spec_of(model), time_limit_s=24.0, **cached)
+    advice = checkmate_tf.advise(model, 0.6, spec_of(model), time_limit_s=12.0, **cached)
     assert random.random() == random.Random(1).random()
     assert np.random.random() == np.random.RandomState(1).random()  # noqa: NPY002
     for variable, value in zip(state(model), before, strict=True):
@@ -215,6 +215,21 @@ def test_a_copy_in_16_bits_is_the_same_model():
         precision.copy_in(copy, "mixed_bfloat16")
     scaled = precision.copy_in(model, "mixed_float16")
     assert isinstance(scaled.optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+class Scaling(keras.Model):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def test_a_copy_keeps_the_train_step_of_its_class():
+    inputs = keras.Input((WIDTH,))
+    model = compiled(Scaling(inputs, keras.layers.Dense(CLASSES)(keras.layers.Dense(4)(inputs))))
+    copy = precision.copy_in(model, "mixed_bfloat16")
+    assert type(copy) is Scaling
+    assert copy.layers[1].compute_dtype == "bfloat16"
+    with pytest.raises(ModelError, match="train_step of its own"):
+        precision.copy_in(compiled(UpdatingTwice([inputs, keras.layers.Dense(CLASSES)])), "mixed_bfloat16")
 
 
 def test_a_model_that_cannot_be_copied_says_why():
