@@ -378,7 +378,7 @@ def advise(
     budget: Budget,
     input_spec: Any,
     *,
-    time_limit_s: float = 120.0,
+    time_limit_s: float = 150.0,
     cache_dir: str | os.PathLike[str] | None = None,
     verbose: bool | str = "auto",
 ) -> Advice:

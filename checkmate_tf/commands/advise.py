@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add_model(parser)
     add = parser.add_argument
     add("--budget", type=budget, default="auto", help="800MB, 4GiB, auto, or a part of the plain peak (default: auto)")
-    add_time_limit(parser, 120.0, "all ways together")
+    add_time_limit(parser, 150.0, "all ways together")
     add("--json", type=Path, metavar="OUT", help="also write the result to this file")
     add("--html", type=Path, metavar="OUT", help="also write a page with a plot")
     add("--plot", type=Path, metavar="OUT", help="also draw time against memory: a .png, .svg or .pdf file")

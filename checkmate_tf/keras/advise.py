@@ -32,7 +32,7 @@ ROUNDING, PRECISION, RANDOM = "rounding", "precision", "random numbers"
 STATISTICS, DEPENDENT = "batch statistics", "gradients of rows that depend on each other"
 
 _SEARCH_SHARE = 1 / 16  # of the time limit, for one search
-_AS_FAST = 1.02  # times the time of parts without recomputation: more parts would gain nothing
+_AS_FAST = 1.05  # times the time of parts without recomputation: more parts would gain little
 _MOST_TRIES = 3  # of batch sizes
 _UNKNOWN = "not known"
 _LEFT_OUT = "left out, as time_limit_s was reached."
@@ -156,7 +156,7 @@ class _Advisor:
                 largest = self._largest_plain(profiled, scaled, plain)
                 self._replace(plain, largest_batch=largest)
                 self._replace(planned, largest_batch=self._largest_planned(scaled, planned, largest or 0))
-            notes.append(_SEPARATE_SEARCH)
+            notes.append(f"the largest batches are {_LEFT_OUT}" if scaled is None else _SEPARATE_SEARCH)
         return Advice(
             budget_bytes=self._budget_bytes,
             batch_size=self._rows,
@@ -377,7 +377,7 @@ class _Advisor:
 
     def _scaled(self, side: _Side, profiled: ProfiledStep) -> Scaled | None:
         """The planned step at other sizes of the batch, where there is time for that."""
-        if 2 * (self._trace_s + self._profile_s) > self._left_s:
+        if self._trace_s + self._profile_s > self._left_s:
             return None
         with self._phase("other sizes"):
             return side.training.on_spec(self._spec, lambda data: Scaled.of(profiled, data, self._other_rows))
