@@ -146,7 +146,9 @@ class _Advisor:
         notes = [_BY_XLA] if own.model.jit_compile else []
         if limits.weights_bytes <= self._budget_bytes:
             policy = self._precision()
-            self._fused()
+            self._other_implementations("fused")
+            if not planned.within_budget:
+                self._other_implementations("split")
             scaled = self._scaled(own, profiled)
             if not plain.within_budget:
                 self._microbatches(own, limits, scaled)
@@ -262,14 +264,15 @@ class _Advisor:
             relative_time = seconds / self._plain_s
         return dataclasses.replace(way, predicted_peak_bytes=peak_bytes, relative_time=relative_time)
 
-    def _fused(self) -> None:
+    def _other_implementations(self, implementations: str) -> None:
+        """The planned step with equivalents of its ops, or with some of them in parts."""
         own = self._own
 
         def look(way: Way, data) -> Way:
-            settings = dataclasses.replace(self._settings, implementations="fused")
+            settings = dataclasses.replace(self._settings, implementations=implementations)
             return self._planned(own, way, checked_training(own.model, settings).profiled(data))
 
-        way = own.way("planned, fused", ', implementations="fused"', ROUNDING)
+        way = own.way(f"planned, {implementations}", f', implementations="{implementations}"', ROUNDING)
         self._look(own, way, look, takes_s=self._trace_s)  # most of its ops are known
 
     def _precision(self) -> str | None:

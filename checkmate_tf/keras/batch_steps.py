@@ -100,7 +100,7 @@ class BatchSteps:
     def _whole(self, data, settings: Settings) -> PlannedStep | XlaStep:
         """A planned step for a batch in one part."""
         known = [(self._specs[key], step) for key, step in self.of.items() if step is not None]
-        return self._planned_as(self._step, data, settings, known)
+        return self._planned_as(self.step, data, settings, known)
 
     def _first_in_parts(self, data, rows: int) -> AnyStep:
         """A planned step for the first batch, in as many parts as the user asked for.
@@ -141,10 +141,10 @@ class BatchSteps:
         """The first batch in one part."""
         settings = self._settings
         if self.is_for_xla():
-            program = XlaStep(self._step, data, settings)
+            program = XlaStep(self.step, data, settings)
             program.prepare(data)
             return Whole(program.budget_bytes, program.plain_s, lambda: program.plan(data))
-        profiled = self._profiled(self._step, data, settings)
+        profiled = self._profiled(self.step, data, settings)
         is_measured = is_fraction(settings.budget) or settings.microbatches == AUTO
         plain_s = profiled.planner.store_all().time_s if is_measured else None
         return Whole(profiled.budget_bytes(), plain_s, lambda: PlannedStep.of(profiled))
@@ -176,7 +176,7 @@ class BatchSteps:
     def _in_parts(self, data, settings: Settings, rows: int) -> MicrobatchedStep:
         """A planned step for a batch in parts of so many rows."""
         if self._accumulation is None:
-            self._accumulation = Accumulation(self._model, self._step)
+            self._accumulation = Accumulation(self._model, self.step)
         self._part_rows = rows
         settings = dataclasses.replace(settings, time_limit_s=settings.time_limit_s / 2)  # for each of its two steps
 
@@ -201,7 +201,7 @@ class BatchSteps:
     def profiled(self, data, chosen: frozenset[str] | None = NONE) -> ProfiledStep:
         """The traced step for the signature of a batch, with the alternatives that were chosen."""
         self._prepare(data)
-        return self._profiled(self._step, data, self._settings_for(data), chosen)
+        return self._profiled(self.step, data, self._settings_for(data), chosen)
 
     def _profiled(self, step: Callable, data, settings: Settings, chosen: frozenset[str] | None = NONE) -> ProfiledStep:
         return ProfiledStep(step, batch.spec_of(data), settings, chosen, in_training=self.has_trained)
@@ -222,7 +222,7 @@ class BatchSteps:
             _log.debug("cannot build the model beforehand: %s", error)
 
     @tf.autograph.experimental.do_not_convert
-    def _step(self, data):
+    def step(self, data):
         """The unmodified step, as Keras runs it."""
         return self._model.distribute_strategy.run(self._model.train_step, args=(data,))
 

@@ -126,6 +126,11 @@ class PlannedTraining:
         """Signature of each batch -> its planned step; None where it runs unmodified."""
         return self._batches.of
 
+    @property
+    def step(self) -> Callable[[Any], Any]:
+        """The unmodified step, as Keras runs it."""
+        return self._batches.step
+
     def install(self) -> None:
         """Puts a training function in place that plans on first sight of a batch signature."""
         for name, own in _STAND_INS.items():

@@ -160,7 +160,7 @@ class Advice:
     notes: tuple[str, ...] = ()
     phases_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         by_time = sorted(self.ways, key=lambda way: (way.relative_time is None, way.relative_time or 0.0))
         object.__setattr__(self, "ways", tuple(by_time))
         object.__setattr__(self, "notes", tuple(self.notes))
@@ -176,10 +176,13 @@ class Advice:
         return next((way for way in self.ways if way.within_budget and way.changes == NOTHING), None)
 
     @property
-    def located(self) -> tuple[Way, ...]:
-        """The ways of which both peak and time are known: the points of the plot."""
-        known = (way for way in self.ways if way.predicted_peak_bytes is not None and way.relative_time is not None)
-        return tuple(known)
+    def located(self) -> tuple[tuple[str, int, float, bool], ...]:
+        """(name, peak in bytes, relative time, within the budget) of the ways of which both peak and time are known."""
+        return tuple(
+            (way.name, way.predicted_peak_bytes, way.relative_time, bool(way.within_budget))
+            for way in self.ways
+            if way.predicted_peak_bytes is not None and way.relative_time is not None
+        )
 
     def verdict(self) -> str:
         """What to do, in a sentence or two."""
@@ -198,26 +201,21 @@ class Advice:
                 f"Nothing here helps: weights and optimizer slots alone take {weights}, more than the budget of "
                 f"{budget}. Try: smaller layers, an optimizer with fewer slots, or a budget above that."
             )
-        known = [way for way in self.ways if way.predicted_peak_bytes is not None]
-        smallest = min(known, key=lambda way: way.predicted_peak_bytes, default=None)
-        found = (
-            ""
-            if smallest is None
-            else (
-                f" The smallest peak that was found: {format_bytes(smallest.predicted_peak_bytes, round_up=True)}, "
-                f"{smallest.name}."
-            )
-        )
+        peaks = [(way.predicted_peak_bytes, way.name) for way in self.ways if way.predicted_peak_bytes is not None]
+        found = ""
+        if peaks:
+            peak_bytes, name = min(peaks)
+            found = f" The smallest peak that was found: {format_bytes(peak_bytes, round_up=True)}, {name}."
         return f"No way was found within the budget.{found} Try: a smaller batch, or a larger budget."
 
     def sentences(self) -> list[str]:
         """What to do, what takes the memory, and how far down the ways go that were looked into."""
-        floors = [way for way in self.ways if way.needed_bytes is not None]
-        lowest = min(floors, key=lambda way: way.needed_bytes, default=None)
+        floors = [(way.needed_bytes, way.name) for way in self.ways if way.needed_bytes is not None]
         further = []
-        if lowest is not None and lowest.needed_bytes < self.limits.needed_bytes:
-            floor = format_bytes(lowest.needed_bytes, round_up=True)
-            further = [f"The way that can go lowest, of those looked into: {lowest.name}, not below {floor} (proven)."]
+        if floors and min(floors)[0] < self.limits.needed_bytes:
+            floor_bytes, name = min(floors)
+            floor = format_bytes(floor_bytes, round_up=True)
+            further = [f"The way that can go lowest, of those looked into: {name}, not below {floor} (proven)."]
         return [self.verdict(), *self.limits.sentences(), *further]
 
     def to_json(self) -> str:
@@ -241,7 +239,7 @@ class Advice:
                 f"{data.get('written_by')}. Read it with that version, or make it again."
             )
         try:
-            nested = {
+            nested: dict[str, Any] = {
                 "ways": tuple(Way(**_checked(Way, way)) for way in data["ways"]),
                 "limits": Limits(**_checked(Limits, data["limits"])),
                 "notes": tuple(_checked_value(note, str) for note in data["notes"]),
@@ -265,12 +263,9 @@ class Advice:
 
         if not self.located:
             raise ValueError("advice needs a way of known peak and time for this plot; here there is none.")
-        points = [
-            (way.name, way.predicted_peak_bytes, way.relative_time, bool(way.within_budget)) for way in self.located
-        ]
-        return advice.plot(points, self.budget_bytes)
+        return advice.plot(self.located, self.budget_bytes)
 
-    def save_html(self, path: str | os.PathLike) -> None:
+    def save_html(self, path: str | os.PathLike[str]) -> None:
         """Saves the advice as one HTML file, its plot within.
 
         Raises:
