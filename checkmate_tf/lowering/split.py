@@ -30,6 +30,7 @@ from checkmate_tf.lowering.trace import TracedStep
 
 _MATTERS = 0.05  # of what one op needs at most; smaller tensors decide nothing
 _INT32 = tf.int32.as_datatype_enum
+_HALVES = frozenset({tf.float16.as_datatype_enum, tf.bfloat16.as_datatype_enum})
 
 
 PREFIX = "split/"
@@ -314,17 +315,31 @@ class _Split:
         return whole, 0
 
     def _sum(self, name: str, dtype: int) -> Tensor:
-        """The sum of the parts, each added once it is there."""
-        partial = _part_of(name, 0)
+        """The sum of the parts, each added once it is there; of 16 bits in 32, as within one op."""
+        wide = tf.float32.as_datatype_enum if dtype in _HALVES else dtype
+        partial = self._cast(_part_of(name, 0), f"{name}/split/wide_0", wide, name, 0)
         for part in range(1, self._parts):
             added = f"{name}/split/sum_{part}"
             if added not in self._new:
+                term = self._cast(_part_of(name, part), f"{name}/split/wide_{part}", wide, name, part)
                 node = node_def_pb2.NodeDef(name=added, op="AddV2", device=self._nodes[name].device)
-                node.input.extend([partial, _part_of(name, part)])
-                node.attr["T"].type = dtype
+                node.input.extend([partial, term])
+                node.attr["T"].type = wide
                 self._put(node, name, self._when[name][part] + 1e-3)
             partial = added
-        return partial, 0
+        return self._cast(partial, f"{name}/split/sum", dtype, name, self._parts - 1), 0
+
+    def _cast(self, source: str, name: str, dtype: int, original: str, part: int) -> str:
+        """A sum, or a term of it, in another type; as it is where that is its own."""
+        own = self._step.graph.get_operation_by_name(original).outputs[0].dtype.as_datatype_enum
+        if own not in _HALVES:
+            return source
+        if name not in self._new:
+            node = node_def_pb2.NodeDef(name=name, op="Cast", device=self._nodes[original].device, input=[source])
+            node.attr["SrcT"].type = own if dtype != own else tf.float32.as_datatype_enum
+            node.attr["DstT"].type = dtype
+            self._put(node, original, self._when[original][part] + 1e-3)
+        return name
 
     def _constant(self, name: str, value: np.ndarray, beside: node_def_pb2.NodeDef) -> str:
         if name not in self._new:

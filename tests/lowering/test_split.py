@@ -170,11 +170,11 @@ def test_rows_that_do_not_divide_evenly_are_left_whole(parts):
     assert division(function.graph.get_operations()[1], parts) is None
 
 
-def classifier(classes: int):
+def classifier(classes: int, dtype=tf.float64):
     """A step with a loss over many classes, and its start."""
-    weights = tf.Variable(numbers(4, classes) * 0.1)
-    bias = tf.Variable(tf.zeros(classes, tf.float64))
-    first = tf.Variable(numbers(12, 4) * 0.1)
+    weights = tf.Variable(tf.cast(numbers(4, classes) * 0.1, dtype))
+    bias = tf.Variable(tf.zeros(classes, dtype))
+    first = tf.Variable(tf.cast(numbers(12, 4) * 0.1, dtype))
 
     def step(x):
         with tf.GradientTape() as tape:
@@ -207,6 +207,23 @@ def test_a_step_in_parts_trains_as_the_whole_one_and_needs_less_at_once(parts):
             variable.assign(value)
     for one, other in zip(*ends, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16])
+def test_sums_of_16_bits_lose_nothing_by_being_added_in_parts(dtype):
+    x = numbers(64, 12)
+    updates = {}
+    for parts, kind in ((1, tf.float64), (1, dtype), (8, dtype)):
+        step, variables = classifier(1000, kind)
+        form = extract(trace(step, tf.TensorSpec(x.shape, kind)))
+        form = form if parts == 1 else extract(split(form, parts))
+        function = rebuild(form.traced, form.op_graph, compile_plan(form.op_graph, range(form.op_graph.n)))
+        before = [tf.cast(variable, tf.float64).numpy() for variable in variables]
+        call_unoptimized(function, [tf.cast(x, kind), *form.traced.captured])
+        after = [tf.cast(variable, tf.float64).numpy() for variable in variables]
+        updates[parts, kind] = after[1] - before[1]  # of the bias: sums over all rows
+    whole, in_parts = (np.abs(updates[parts, dtype] - updates[1, tf.float64]).max() for parts in (1, 8))
+    assert in_parts <= 1.5 * whole + 1e-9
 
 
 def test_one_part_follows_the_other():
