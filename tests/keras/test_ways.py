@@ -119,6 +119,7 @@ def test_what_is_within_the_budget_keeps_it(build, part, cached):
     assert in_parts[0].changes == ("rounding, random numbers" if build is transformer else "rounding")
 
 
+@pytest.mark.alone
 def test_the_model_is_left_as_it_was(cached):
     model = convnet(norm=True)
     model.optimizer.build(model.trainable_variables)
@@ -148,6 +149,7 @@ def test_the_model_is_left_as_it_was(cached):
     model.train_on_batch(*batch_of(model))
 
 
+@pytest.mark.alone
 def test_the_model_is_left_as_it_was_after_an_error(cached, monkeypatch):
     def fails(*_):
         raise KeyError("no such op")
@@ -206,6 +208,7 @@ class UpdatingTwice(keras.Sequential):
         return logs
 
 
+@pytest.mark.alone
 def test_what_is_not_to_be_had_says_why(cached):
     model = compiled(UpdatingTwice([keras.Input((SIZE, SIZE, 3)), keras.layers.Conv2D(16, 3), keras.layers.Flatten(),
                                     keras.layers.Dense(CLASSES)]))  # fmt: skip
