@@ -71,7 +71,7 @@ def too_little(model, batch, **options) -> int:
     return held_bytes + round(0.9 * (smallest_bytes - held_bytes))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["language model", pytest.param("segmenter", marks=pytest.mark.slow)])
 def test_it_trains_below_the_smallest_budget_of_whole_ops_as_plain_keras(name, options):
     batch = CASES[name][1](ROWS)
     plain, planned = compiled(name), compiled(name)
@@ -95,7 +95,7 @@ def test_a_step_that_fits_is_not_split(options):
     assert checkmate_tf.report(model).implementations == ()
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+@pytest.mark.parametrize("policy", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)])
 def test_every_step_keeps_its_budget(policy, options):
     set_precision("float32", policy)
     batch = tuple(tf.constant(array.astype("int32")) for array in words(ROWS))
@@ -108,6 +108,7 @@ def test_every_step_keeps_its_budget(policy, options):
         assert devices.peak_bytes("CPU:0") <= budget
 
 
+@pytest.mark.slow
 def test_a_smaller_last_batch_trains_as_plain_keras(options):
     batches = [pictures(ROWS), pictures(3)]
     plain, planned = compiled("segmenter", "sgd"), compiled("segmenter", "sgd")
