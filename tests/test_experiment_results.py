@@ -78,6 +78,7 @@ SCHEMAS = {
     ),
     "within_budget": WITHIN_BUDGET,
     "within_budget_fused": WITHIN_BUDGET,
+    "within_budget_split": WITHIN_BUDGET,
     "within_budget_gpu": dataclasses.replace(WITHIN_BUDGET, columns=f"{WITHIN_BUDGET.columns} device"),
     "gpu": Schema(("item", "case", "way"), "seconds", settings="small memory_limit_mib processes card"),
     "xla_programs": Schema(("case", "way"), "first_peak_bytes first_loss first_step_s", settings="card made_by"),
