@@ -11,8 +11,8 @@ from checkmate_tf.commands.arguments import add_model, add_time_limit, budget, c
 
 _DESCRIPTION = """\
 Looks into the ways in which a keras.applications model would train inside a budget: as it is, planned, with leaner
-equivalents, in microbatches, in 16 bits. Prints what each takes in memory and time, what it changes in the results, and
-the code for it. Nothing is trained.
+equivalents, with ops in parts, in microbatches, in 16 bits. Prints what each takes in memory and time, what it changes
+in the results, and the code for it. Nothing is trained.
 """
 _EPILOG = """\
 Exit status: 0 when some way is within the budget; 1 when none was found; 2 when the input cannot be used.

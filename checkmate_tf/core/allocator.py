@@ -277,10 +277,6 @@ class BfcAllocator:
             start, size = before, size + length
         self._add_free(start, size)
 
-    def holds_the_same(self, other: BfcAllocator) -> bool:
-        """Whether the same chunks are in use and free here as there, and for the same buffers of `play`."""
-        return self._used == other._used and self._owned == other._owned and self._free == other._free
-
     def chunk_bytes(self, address: int) -> int:
         """Size of the chunk in use that begins at `address`; 0 for `UNCOUNTED`.
 

@@ -105,7 +105,8 @@ def _in_parts(op: tf.Operation, found: Division) -> list[tf.Tensor]:
 
 def _is_read_in_parts(tensor: tf.Tensor, region: Mapping[str, Division]) -> bool:
     return all(
-        reader.name in region and all(k in region[reader.name].cut for k, t in enumerate(reader.inputs) if t is tensor)
+        reader.name in region
+        and all(k in region[reader.name].cut for k, t in enumerate(reader.inputs) if t.name == tensor.name)
         for reader in tensor.consumers()
         if reader.type not in SHAPES
     )
@@ -179,7 +180,7 @@ class _Split:
                 strings.setdefault((int(graph.passes[k]), bool(graph.is_gradient[k]), levels[k]), []).append(k)
         when = {}
         for string in strings.values():
-            numbers = [self._created(graph.names[k]) for k in string]
+            numbers = [self._step.places[graph.names[k]] for k in string]
             first, last = min(numbers), max(numbers) + 1
             for k, number in zip(string, numbers, strict=True):
                 share = (number - first) / (last - first)
@@ -205,16 +206,13 @@ class _Split:
             levels.append(level)
         return levels
 
-    def _created(self, name: str) -> float:
-        return self._step.places[name]
-
     def _add_whole(self, node: node_def_pb2.NodeDef) -> None:
         """An op outside of the region, which reads what the region makes as a whole."""
+        if self._reads_a_shape(node.name):
+            return
         copy = _copy(node)
         reads = data_inputs(node)
         controls = [op for text in node.input[len(reads) :] for op in self._ends(op_of(text))]
-        if self._reads_a_shape(node.name):
-            return
         inputs = [self._whole_or_shape(tensor, node) for tensor in reads]
         del copy.input[:]
         copy.input.extend([*inputs, *(f"^{op}" for op in dict.fromkeys(controls))])

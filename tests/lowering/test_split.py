@@ -226,6 +226,20 @@ def test_sums_of_16_bits_lose_nothing_by_being_added_in_parts(dtype):
     assert in_parts <= 1.5 * whole + 1e-9
 
 
+def test_what_is_also_read_whole_stays_whole():
+    variable = tf.Variable(numbers(8, 3000))
+
+    def step(x):
+        hidden = tf.nn.relu(x @ variable)
+        variable.assign_sub(1e-3 * tf.matmul(x, hidden, transpose_a=True))
+        return tf.reduce_sum(tf.matmul(hidden, hidden, transpose_b=True))
+
+    whole = extract(trace(step, tf.TensorSpec((16, 8), tf.float64)))
+    names = {node.name for node in split(whole, 2).graph_def.node}
+    assert "Relu" in names, "its rows are multiplied by all rows"
+    assert "MatMul_2/split/part_0" in names
+
+
 def test_one_part_follows_the_other():
     """Depth first: what a part makes is read before the next one begins."""
     step, _ = classifier(1000)
