@@ -13,7 +13,7 @@ import tensorflow as tf
 from checkmate_tf.budget import is_fraction
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.errors import BatchError, InfeasibleBudget, ModelError, NoScheduleFound
-from checkmate_tf.keras import batch
+from checkmate_tf.keras import batch, update_steps
 from checkmate_tf.keras.independence import why_rows_depend
 from checkmate_tf.keras.microbatches import AUTO, Accumulation, MicrobatchedStep, Ways, Whole
 from checkmate_tf.lowering import effects, xla
@@ -204,7 +204,14 @@ class BatchSteps:
         return self._profiled(self.step, data, self._settings_for(data), chosen)
 
     def _profiled(self, step: Callable, data, settings: Settings, chosen: frozenset[str] | None = NONE) -> ProfiledStep:
-        return ProfiledStep(step, batch.spec_of(data), settings, chosen, in_training=self.has_trained)
+        return ProfiledStep(
+            step,
+            batch.spec_of(data),
+            settings,
+            chosen,
+            in_training=self.has_trained,
+            before_trial=lambda: update_steps.bring_near(self._model),
+        )
 
     def _prepare(self, data) -> None:
         """Builds the model, whose own step this is."""

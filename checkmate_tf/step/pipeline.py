@@ -79,6 +79,8 @@ class ProfiledStep:
         chosen: Names of the ops at which alternatives are taken, or `OWN`: the model's own ops everywhere.
         in_training: Training goes on, with other batches: planning takes no more memory than the budget then, so that
             nothing is moved, no room is made, and no plan is played that takes more.
+        before_trial: Where steps differ, as those do that accumulate gradients: sets the variables so that the next
+            steps are of all kinds. What it changes is put back.
     """
 
     def __init__(
@@ -89,9 +91,11 @@ class ProfiledStep:
         chosen: frozenset[str] | None = NONE,
         *,
         in_training: bool = False,
+        before_trial: Callable[[], None] = lambda: None,
     ):
         self.settings = settings
         self.in_training = in_training
+        self.before_trial = before_trial
         self._step = step
         self._spec = spec
         self.chosen = chosen
@@ -354,7 +358,14 @@ class ProfiledStep:
         Each form is traced and profiled once.
         """
         if chosen not in self._variants:
-            variant = ProfiledStep(self._step, self._spec, self.settings, chosen, in_training=self.in_training)
+            variant = ProfiledStep(
+                self._step,
+                self._spec,
+                self.settings,
+                chosen,
+                in_training=self.in_training,
+                before_trial=self.before_trial,
+            )
             variant._plain_peak_bytes, variant._most_bytes = self._plain_peak_bytes, self._most_bytes
             variant.phases_s = self.phases_s
             self._variants[chosen] = variant

@@ -313,13 +313,14 @@ class PlannedStep:
     def _trial(self, batch: list[Any], can_move: bool, counts: bool) -> tuple[int | None, object]:
         """Runs the step some times, more often where it was refused, until one takes more than the budget.
 
-        The runs before the last one follow on each other: one that accumulates gradients may be followed by one that
-        updates the weights. The last one starts where training does.
+        The runs before the last one follow on each other, from where one that accumulates gradients is followed by one
+        that updates the weights. The last one starts where training does.
 
         Returns:
             The highest peak in bytes, None where memory ran out; and what the last run returned, if that counts.
         """
         before = effects.Snapshot(self._profiled.traced)
+        self._profiled.before_trial()
         highest = 0
         for left in reversed(range(self._trial_runs)):
             is_kept = False
@@ -472,8 +473,8 @@ class PlannedStep:
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Highest allocator peak of the measured runs, the first left out where there are more."""
-        return max(self._peaks[1:] or self._peaks, default=None)
+        """Highest allocator peak of the measured runs."""
+        return max(self._peaks, default=None)
 
     def report(self) -> Report:
         """What was promised and what was measured."""

@@ -59,10 +59,12 @@ def test_the_last_run_of_a_trial_is_the_first_step(options):
     assert_same_state(plain, model)
 
 
-def test_the_run_that_updates_accumulated_gradients_is_tried_too_and_leaves_no_trace(options, monkeypatch):
+@pytest.mark.parametrize("every", [2, 3, 8])
+def test_the_run_that_updates_accumulated_gradients_is_tried_too_and_leaves_no_trace(options, monkeypatch, every):
     def accumulating():
         keras.utils.set_random_seed(3)
-        model = compiled(sequential(depth=2, dropout=0), keras.optimizers.Adam(gradient_accumulation_steps=2))
+        optimizer = keras.optimizers.Adam(gradient_accumulation_steps=every)
+        model = compiled(sequential(depth=2, dropout=0), optimizer)
         model.optimizer.build(model.trainable_variables)
         return model
 
@@ -76,11 +78,33 @@ def test_the_run_that_updates_accumulated_gradients_is_tried_too_and_leaves_no_t
 
     monkeypatch.setattr(PlannedStep, "_call", counted)
     checkmate_tf.compile(model, "1GiB", **options)
-    for _ in range(4):
+    for _ in range(every + 1):
         plain.train_on_batch(x, y)
         model.train_on_batch(x, y)
-    assert begun == [0, 1, 0, 1, 2, 3]
+    assert begun == [every - 2, every - 1, *range(every + 1)]
     assert_same_state(plain, model)
+
+
+def test_a_step_that_updates_where_no_gradient_overflows_is_tried_updating_and_leaves_no_trace(options, monkeypatch):
+    """The first steps may have too large a scale: a trial of these would see no update."""
+    model = compiled(sequential(depth=2, dropout=0), keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.dynamic_scale.assign(np.inf)
+    x, y = images(BATCH)
+    updates, call = [], PlannedStep._call
+
+    def counted(step, data, *, wait):
+        before = [variable.numpy() for variable in model.trainable_variables]
+        results = call(step, data, wait=True)
+        after = [variable.numpy() for variable in model.trainable_variables]
+        updates.append(any((a != b).any() for a, b in zip(after, before, strict=True)))
+        return results
+
+    monkeypatch.setattr(PlannedStep, "_call", counted)
+    before = bits(model)
+    checkmate_tf.compile(model, "1GiB", input_spec=spec_of(x, y), **options)
+    assert any(updates)
+    assert bits(model)[: len(before)] == before
 
 
 def too_much(monkeypatch, times):
