@@ -36,15 +36,16 @@ LIBRARY = {
 
 MAY_IMPORT = {
     **dict.fromkeys(EVERYWHERE, frozenset()),
+    "_tf_internals": set(),
     "core": {"core"},
     "solvers": {"baselines", "core", "solvers"},
     "baselines": {"baselines", "core", "solvers"},
     "planning": {"core", "planning", "solvers"},
-    "device_memory": {"core", "device_memory"},
-    "lowering": {"core", "device_memory", "lowering"},
+    "device_memory": {"_tf_internals", "core", "device_memory"},
+    "lowering": {"_tf_internals", "core", "device_memory", "lowering"},
     "step": {"core", "device_memory", "lowering", "planning", "reports", "step"},
     "studies": {"core", "planning", "reports", "studies"},
-    "keras": {"core", "device_memory", "keras", "lowering", "planning", "reports", "step", "studies"},
+    "keras": {"_tf_internals", "core", "device_memory", "keras", "lowering", "planning", "reports", "step", "studies"},
     "plots": {"plots"},
     "reports": {"planning", "plots", "reports"},
     "progress": set(),
@@ -58,8 +59,8 @@ MAY_IMPORT = {
 """Part of the package -> the parts that it may import beside EVERYWHERE; "" is the package's own __init__."""
 
 PLACES = {
-    "tensorflow": {"device_memory", "lowering", "step", "keras", "api", "commands"},
-    "keras": {"lowering", "step", "keras", "api", "commands"},
+    "tensorflow": {"_tf_internals", "device_memory", "lowering", "step", "keras", "api", "commands"},
+    "keras": {"_tf_internals", "lowering", "step", "keras", "api", "commands"},
     "ortools": {"solvers"},
     "matplotlib": {"plots"},
     "networkx": {"baselines", "lowering"},
@@ -70,6 +71,9 @@ PLACES = {
 
 TYPES_ONLY = {("reports", "matplotlib")}
 """What a part may name in annotations (under TYPE_CHECKING) although it must not import it."""
+
+INTERNALS = PACKAGE / "_tf_internals.py"
+"""The only file that may name what TensorFlow and Keras do not make public."""
 
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "google": "protobuf", "pybind11_abseil": "ortools"}
 
@@ -146,6 +150,45 @@ def test_each_library_has_its_place(path):
     assert not wrong, f"{part} must not import {sorted(wrong)}"
 
 
+def is_public(name: str) -> bool:
+    """Whether an import may stay in the file that needs it: `tensorflow`, its formats, Keras without insides."""
+    library, *rest = name.split(".")
+    if library == "tensorflow":
+        return rest[:1] in ([], ["core"])
+    return library != "keras" or not any(part == "src" or part.startswith("_") for part in rest)
+
+
+def private_attributes(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """Names with an underscore in front that a file looks up on anything, and all names that it defines."""
+    used, defined = set(), set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name, ctx=ast.Load()):
+                used.add(name)
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                used.add(name)
+            case ast.Attribute(attr=name) | ast.Name(id=name, ctx=ast.Store()):
+                defined.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                defined.add(name)
+    used = {name for name in used if name.startswith("_") and not re.fullmatch(r"__(?!internal)\w+__", name)}
+    return used, defined
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_what_is_not_public_has_one_place(path):
+    imported = set() if path == INTERNALS else imports_of(path.read_text(encoding="utf-8"))
+    wrong = {name for name in imported if not is_public(name)}
+    assert not wrong, f"only _tf_internals may import {sorted(wrong)}"
+
+
+def test_private_attributes_are_the_packages_own():
+    found = [private_attributes(ast.parse(path.read_text(encoding="utf-8"))) for path in FILES if path != INTERNALS]
+    used, defined = (set().union(*names) for names in zip(*found, strict=True))
+    wrong = used - defined - {"_SubParsersAction"}  # argparse's, for annotations
+    assert not wrong, f"only _tf_internals may use {sorted(wrong)}"
+
+
 def test_every_library_is_required_by_the_package():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
@@ -189,5 +232,11 @@ def f():
     assert PACKAGE / "plots" / "memory.py" in modules_imported_by(PACKAGE / "reports" / "report.py")  # in a function
     assert PACKAGE / "solvers" / "__init__.py" in modules_imported_by(PACKAGE / "commands" / "solve.py")
     assert part_of(PACKAGE / "core" / "graph.py") == "core"
+    public = ("tensorflow", "tensorflow.core.framework.graph_pb2", "keras", "keras.layers", "numpy._core")
+    assert all(is_public(name) for name in public)
+    inside = ("tensorflow.python.eager.context", "tensorflow.__internal__", "tensorflow.tsl.x", "keras.src.Model")
+    assert not any(is_public(name) for name in inside)
+    tree = ast.parse("tf.__internal__.x; model._one; getattr(model, '_two', None); model.__dict__; model._three = 4")
+    assert private_attributes(tree) == ({"__internal__", "_one", "_two"}, {"_three"})
     with pytest.raises(AssertionError, match="absolute"):
         imports_of("from . import x")

@@ -25,8 +25,8 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.protobuf import bfc_memory_map_pb2
-from tensorflow.python.eager import context, execute
 
+from checkmate_tf._tf_internals import context, run_op
 from checkmate_tf.budget import format_bytes
 from checkmate_tf.core import allocator as allocators
 from checkmate_tf.core.allocator import AllocatorConfig, AllocatorState, Playback, Region
@@ -183,7 +183,7 @@ def _play_into(timeline: list[int], ids: list[int], sizes: list[int], device: st
     """Appends the bytes in use after each event; false if a request did not fit."""
     live: dict[int, tf.Tensor] = {}
     in_use_bytes = _memory(device)["current"]
-    memory_info = context.context().get_memory_info  # what is around it in tf.config takes as long as an allocation
+    memory_info = context().get_memory_info  # what is around it in tf.config takes as long as an allocation
     for index, (name, size) in enumerate(zip(ids, sizes, strict=True)):
         if size > 0:
             if name in live:
@@ -209,9 +209,7 @@ def empty(nbytes: int) -> tf.Tensor:
     """
     elements = -(-nbytes // _ITEM_BYTES)
     shape = [elements] if elements < _MAX_DIMENSION else [-(-nbytes // allocators.UNIT_BYTES), _UNIT_ELEMENTS]
-    attributes = ("shape", shape, "dtype", _DTYPE)
-    (tensor,) = execute.execute(EMPTY.encode(), 1, inputs=[], attrs=attributes, ctx=context.context())
-    return tensor
+    return run_op(EMPTY, [], ("shape", shape, "dtype", _DTYPE))
 
 
 def address(block: tf.Tensor) -> int:

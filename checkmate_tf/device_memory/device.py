@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable
 
 import tensorflow as tf
-from tensorflow.python.util import _pywrap_util_port
 
+from checkmate_tf._tf_internals import IsMklEnabled
 from checkmate_tf.core.allocator import UNIT_BYTES
 from checkmate_tf.device_memory.allocation_replay import allocator_config
 
@@ -31,7 +31,7 @@ def is_cpu(device: str) -> bool:
 
 def onednn_is_on() -> bool:
     """Whether a CPU runs oneDNN's kernels. Where TF_ENABLE_ONEDNN_OPTS is not set, TensorFlow decides by the CPU."""
-    return bool(_pywrap_util_port.IsMklEnabled())
+    return bool(IsMklEnabled())
 
 
 def threads() -> int:

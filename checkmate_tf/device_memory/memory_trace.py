@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
+from checkmate_tf._tf_internals import xplane_pb2
 from checkmate_tf.core.allocator import UNIT_BYTES
 from checkmate_tf.errors import CheckmateError
 

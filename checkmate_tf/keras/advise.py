@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from checkmate_tf._tf_internals import all_layers
 from checkmate_tf.budget import Budget, format_bytes, is_fraction
 from checkmate_tf.core.requirements import working_sets_bytes
 from checkmate_tf.device_memory import device as devices
@@ -506,7 +507,7 @@ def _state_bytes(model: keras.Model, device: str) -> int:
 
 def _draws(model: keras.Model) -> bool:
     """Whether layers draw random numbers, which are others in a part than in the whole batch."""
-    values = [value for layer in model._flatten_layers() for value in vars(layer).values()]
+    values = [value for layer in all_layers(model) for value in vars(layer).values()]
     return any(isinstance(value, keras.random.SeedGenerator) for value in values)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from checkmate_tf._tf_internals import build_from
 from checkmate_tf.budget import is_fraction
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.errors import BatchError, InfeasibleBudget, ModelError, NoScheduleFound
@@ -223,7 +224,7 @@ class BatchSteps:
         """Makes the variables that are still to be made: a trace that fails would leave its own without values."""
         try:
             with self._model.distribute_strategy.scope():
-                self._model._symbolic_build(data_batch=data)
+                build_from(self._model, data)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, tf.errors.OpError) as error:
             # The trace makes them, as it does for plain Keras, or fails with a message of Keras's own.
             _log.debug("cannot build the model beforehand: %s", error)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from checkmate_tf._tf_internals import is_jit_compiled
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.errors import ModelError, StepError
 from checkmate_tf.keras import batch
@@ -47,7 +48,7 @@ class PlannedFunction:
         self._python = getattr(step, "python_function", step)
         self._unplanned = Unplanned(f"step {_name(self._python)!r}", settings.on_unplanned)
         self._result = None  # what the step returned when it was traced: the structure of its results
-        has_xla = _is_tf_function(step) and bool(getattr(step, "_jit_compile", None))
+        has_xla = _is_tf_function(step) and is_jit_compiled(step)
         self._is_for_xla = has_xla and xla.keeps_barriers(devices.name_of([tf.zeros(())]))
         if has_xla and not self._is_for_xla:
             self._unplanned.note("jit_compile is not used: on a CPU XLA would undo the order of the planned step.")

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from checkmate_tf._tf_internals import all_layers, losses_of, mask_of, options_of
 from checkmate_tf.keras import batch
 from checkmate_tf.lowering import effects
 from checkmate_tf.lowering.trace import TracedStep
@@ -35,7 +36,7 @@ def why_rows_depend(
         traced: The step for a part, traced.
         data: A batch.
     """
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    layers = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
     names = [layer.name for layer in layers if layer.trainable]
     if names:
         more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
@@ -63,7 +64,7 @@ def why_rows_depend(
 def _why_written(model: keras.Model, sums: Collection[int], traced: TracedStep) -> str | None:
     """What the step writes itself, beside metrics and seeds: it does so once for each part."""
     own = [variable for metric in model.metrics for variable in metric.variables]
-    for layer in [model, *model._flatten_layers()]:
+    for layer in all_layers(model):
         seeds = [value for value in vars(layer).values() if isinstance(value, keras.random.SeedGenerator)]
         own += [seed.state for seed in seeds]
     known = {*sums} | {id(variable.value) for variable in own}
@@ -76,8 +77,8 @@ def _why_written(model: keras.Model, sums: Collection[int], traced: TracedStep) 
 
 def _why_weighted(model: keras.Model, data) -> str | None:
     """A loss that is the mean over what counts, of which each part has another share."""
-    losses = [one.loss for one in getattr(model._compile_loss, "_flat_losses", None) or ()]
-    options = [vars(loss) | getattr(loss, "_fn_kwargs", {}) for loss in losses]
+    losses = losses_of(model)
+    options = [options_of(loss) for loss in losses]
     if any(names.get("ignore_class") is not None for names in options):
         return _MASKED
     is_weighted = isinstance(data, tuple) and len(data) > 2 and data[2] is not None
@@ -101,7 +102,7 @@ def _distances(whole: list, first: list, second: list) -> dict[int, float]:
 def _without_noise(model: keras.Model) -> Iterator[None]:
     """Dropout and noise of all layers off: each row has its own there, but another one in a part than in a batch."""
     with contextlib.ExitStack() as stack:
-        for layer in model._flatten_layers():
+        for layer in all_layers(model):
             for name in ("rate", "stddev", "dropout", "recurrent_dropout"):
                 if vars(layer).get(name) and "seed_generator" in vars(layer):
                     stack.enter_context(replaced(layer, name, 0.0))
@@ -115,7 +116,7 @@ def _masks_seen(model: keras.Model, masks: list) -> Iterator[None]:
 
     def compute_loss(*args, **kwargs):
         outputs = kwargs.get("y_pred", args[2] if len(args) > 2 else None)
-        masks.extend(getattr(leaf, "_keras_mask", None) for leaf in tf.nest.flatten(outputs))
+        masks.extend(mask_of(leaf) for leaf in tf.nest.flatten(outputs))
         return own(*args, **kwargs)
 
     with replaced(model, "compute_loss", compute_loss):

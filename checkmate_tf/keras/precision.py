@@ -10,8 +10,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.models import Functional
 
+from checkmate_tf._tf_internals import Functional, all_layers, compile_options
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.errors import ModelError
 from checkmate_tf.keras.independence import replaced
@@ -71,7 +71,7 @@ def copy_in(model: keras.Model, policy: str) -> keras.Model:
 
 
 def _why_no_copy(model: keras.Model) -> str | None:
-    names = {layer.dtype_policy.compute_dtype for layer in model._flatten_layers(include_self=False)}
+    names = {layer.dtype_policy.compute_dtype for layer in all_layers(model, include_self=False)}
     narrow = sorted(names & {"float16", "bfloat16"})
     if narrow:
         return f"the model computes in {narrow[0]} already"
@@ -106,7 +106,7 @@ def _with_policy(config: Any, policy: str) -> Any:
 
 def _compile_options(model: keras.Model) -> dict[str, Any]:
     """What the model was compiled with; optimizer and metrics are new ones, losses hold nothing."""
-    return {name: tf.nest.map_structure(_new, value) for name, value in model._compile_config.config.items()}
+    return {name: tf.nest.map_structure(_new, value) for name, value in compile_options(model).items()}
 
 
 def _new(value: Any) -> Any:

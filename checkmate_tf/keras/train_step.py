@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
+from checkmate_tf._tf_internals import compilation
 from checkmate_tf.errors import CheckmateError, ModelError, StepError
 from checkmate_tf.keras import batch
 from checkmate_tf.keras.batch_steps import AnyStep, BatchSteps, check_trainable, is_overridden
@@ -119,7 +120,7 @@ class PlannedTraining:
         self._unplanned = Unplanned(f"model {self._model.name!r}", self._settings.on_unplanned)
         self._batches = BatchSteps(self._model, self._settings, self._unplanned.note)
         self._guards: dict[Hashable, Guard] = {}  # of the planned steps that were run
-        self._compiled = _compilation(self._model)
+        self._compiled = compilation(self._model)
 
     @property
     def steps(self) -> dict[Hashable, AnyStep | None]:
@@ -223,7 +224,7 @@ class PlannedTraining:
         model = self._model
         if model.train_function is not None and not force:
             return model.train_function
-        if force or self._compiled is not _compilation(model):  # another optimizer, other losses
+        if force or self._compiled is not compilation(model):  # another optimizer, other losses
             self._start()
         try:
             is_planned = self.is_planned()
@@ -325,11 +326,6 @@ class PlannedTraining:
             while len(data) > 1 and data[-1] is None:
                 data = data[:-1]
         return data
-
-
-def _compilation(model: keras.Model):
-    """Something that every call of model.compile makes anew."""
-    return model._loss_tracker
 
 
 def _why_unplanned(model: keras.Model) -> str | None:

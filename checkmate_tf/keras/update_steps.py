@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import keras
 
+from checkmate_tf._tf_internals import steps_taken
+
 
 def bring_near(model: keras.Model) -> None:
     """Makes the second of the next steps one that updates the weights, and the first one not, where steps differ.
@@ -19,7 +21,7 @@ def bring_near(model: keras.Model) -> None:
             optimizer.dynamic_scale.assign(1.0)
             optimizer = optimizer.inner_optimizer
         if optimizer.gradient_accumulation_steps:
-            optimizer._iterations.assign(optimizer.gradient_accumulation_steps - 2)  # `iterations` counts updates
+            steps_taken(optimizer).assign(optimizer.gradient_accumulation_steps - 2)
 
 
 def _optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:

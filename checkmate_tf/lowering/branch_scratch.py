@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import networkx as nx
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, node_def_pb2
-from tensorflow.python.eager import wrap_function
-from tensorflow.python.framework import function_def_to_graph
 
+from checkmate_tf._tf_internals import function_def_to_graph_def
 from checkmate_tf.device_memory.device import counted_bytes
 from checkmate_tf.lowering.branches import FIRST_ARGUMENT, PASS_ON, called, is_ordered
 from checkmate_tf.lowering.creation import op_of
@@ -169,7 +168,7 @@ def _in_order(graph: tf.Graph) -> list[tf.Operation]:
 
 def _graph_of(body: function_pb2.FunctionDef, known: Mapping[str, _Argument]) -> tf.Graph:
     """The ops of a function, with placeholders for what it reads of variables, so that shapes are known."""
-    graph_def, _ = function_def_to_graph.function_def_to_graph_def(body)
+    graph_def, _ = function_def_to_graph_def(body)
     nodes = {node.name: node for node in graph_def.node}
 
     def argument(name: str) -> str:
@@ -183,4 +182,4 @@ def _graph_of(body: function_pb2.FunctionDef, known: Mapping[str, _Argument]) ->
             variable, controls = argument(node.input[0]), [name for name in node.input if name.startswith("^")]
             node.op, node.input[:] = "Placeholder", controls
             node.attr["shape"].shape.CopyFrom(known[variable].shape.as_proto())
-    return wrap_function.wrap_function(lambda: tf.graph_util.import_graph_def(graph_def, name=""), []).graph
+    return tf.compat.v1.wrap_function(lambda: tf.graph_util.import_graph_def(graph_def, name=""), []).graph

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
-from tensorflow.python.ops import handle_data_util
 
+from checkmate_tf._tf_internals import get_resource_handle_data
 from checkmate_tf.lowering.definitions import Bodies, body, called, is_stateful
 
 _CALL, _PURE_CALL = "StatefulPartitionedCall", "PartitionedCall"
@@ -80,7 +80,7 @@ def _read_node(
 ) -> tuple[node_def_pb2.NodeDef, tf.TensorSpec] | None:
     """A read, at the time of the call, of the variable that it is given, and what it gives; None if that is unknown."""
     handle = graph.get_operation_by_name(call.name).inputs[argument]
-    known = handle_data_util.get_resource_handle_data(handle)
+    known = get_resource_handle_data(handle)
     if known is None or not known.is_set or len(known.shape_and_type) != 1:
         return None
     read = node_def_pb2.NodeDef(name=f"{call.name}/read_{argument}", op=_READ, device=call.device)

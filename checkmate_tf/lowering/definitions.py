@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from tensorflow.core.framework import attr_value_pb2, function_pb2, node_def_pb2, op_def_pb2
-from tensorflow.python.eager import context
-from tensorflow.python.framework import op_def_registry
+
+from checkmate_tf._tf_internals import context, registered_op_def
 
 Bodies = Mapping[str, function_pb2.FunctionDef]
 """Functions by name. A graph has those that its own ops call; those that these call, TensorFlow knows."""
@@ -20,7 +20,7 @@ def body(name: str, bodies: Bodies) -> function_pb2.FunctionDef | None:
     """A function by its name, or None where there is none."""
     if name in bodies:
         return bodies[name]
-    known = context.context()
+    known = context()
     return known.get_function_def(name) if known.has_function(name) else None
 
 
@@ -32,7 +32,7 @@ def is_stateful(node: node_def_pb2.NodeDef, bodies: Bodies) -> bool:
 
 def called(node: node_def_pb2.NodeDef, bodies: Bodies) -> Iterator[str]:
     """Names of the functions that an op calls, by its type or by its attributes."""
-    if op_def_registry.get(node.op) is None and body(node.op, bodies) is not None:
+    if registered_op_def(node.op) is None and body(node.op, bodies) is not None:
         yield node.op
     for value in node.attr.values():
         if value.HasField("func"):
@@ -52,7 +52,7 @@ def nodes_of(nodes: Iterable[node_def_pb2.NodeDef], bodies: Bodies) -> Iterator[
 
 
 def _definition(node: node_def_pb2.NodeDef, bodies: Bodies) -> op_def_pb2.OpDef | None:
-    definition = op_def_registry.get(node.op)
+    definition = registered_op_def(node.op)
     if definition is not None:
         return definition
     function = body(node.op, bodies)
@@ -61,7 +61,7 @@ def _definition(node: node_def_pb2.NodeDef, bodies: Bodies) -> op_def_pb2.OpDef 
 
 def is_importable(node: node_def_pb2.NodeDef) -> bool:
     """Whether an op's attributes have values that its definition allows: a graph with others cannot be imported."""
-    definition = op_def_registry.get(node.op)
+    definition = registered_op_def(node.op)
     if definition is None:
         return True
     return all(

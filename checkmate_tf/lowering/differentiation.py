@@ -16,11 +16,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import imperative_grad
-from tensorflow.python.ops import gradients_util
 
-# What tapes and tf.gradients call, and their argument that is differentiated.
-_CALLS = ((imperative_grad, "imperative_grad", "target"), (gradients_util, "_GradientsHelper", "ys"))
+from checkmate_tf._tf_internals import DIFFERENTIATING
+
 _LOCK = threading.RLock()
 
 
@@ -46,7 +44,7 @@ def watched() -> Iterator[list[Differentiation]]:
     """A list that takes each call that makes gradients while the context is open, as it ends."""
     calls: list[Differentiation] = []
     with _LOCK, contextlib.ExitStack() as stack:
-        for module, name, argument in _CALLS:
+        for module, name, argument in DIFFERENTIATING:
             stack.enter_context(_replaced(module, name, argument, calls))
         yield calls
 

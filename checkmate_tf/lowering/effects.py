@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2
-from tensorflow.python.eager import context, execute
 
+from checkmate_tf._tf_internals import run_op
 from checkmate_tf.lowering.creation import op_of
 from checkmate_tf.lowering.definitions import READS_OF_VARIABLES, Bodies, body, called, is_stateful, nodes_of
 from checkmate_tf.lowering.in_place import writable
@@ -148,8 +148,7 @@ def _write_into(variable: tf.Variable, value: np.ndarray) -> None:
     tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
     target = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
     rows = [tf.reshape(tensor, [1, -1]) for tensor in (target, tf.convert_to_tensor(value, variable.dtype))]
-    attributes = ("T", variable.dtype.as_datatype_enum, "loc", 0)
-    execute.execute(b"_ParallelConcatUpdate", 1, inputs=rows, attrs=attributes, ctx=context.context())
+    run_op("_ParallelConcatUpdate", rows, ("T", variable.dtype.as_datatype_enum, "loc", 0))
 
 
 def _written(traced: TracedStep) -> dict[str, tf.Variable]:

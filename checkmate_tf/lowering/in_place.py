@@ -18,8 +18,8 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, graph_pb2, node_def_pb2
-from tensorflow.python.framework import kernels
 
+from checkmate_tf._tf_internals import get_registered_kernels_for_op
 from checkmate_tf.lowering.creation import op_of
 
 _ONE_ROW = "in_place/one_row"
@@ -155,5 +155,5 @@ def has_kernel(op: str, device_type: str, dtype: int) -> bool:
             for constraint in kernel.constraint
             if constraint.name in _OF_VALUES
         )
-        for kernel in kernels.get_registered_kernels_for_op(op).kernel
+        for kernel in get_registered_kernels_for_op(op).kernel
     )

@@ -8,10 +8,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2
-from tensorflow.python.eager import context, wrap_function
-from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
-from tensorflow.python.framework import func_graph
 
+from checkmate_tf._tf_internals import AtomicFunction, FuncGraph, VariableHolder, WrappedFunction, context
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.plan import Plan
 from checkmate_tf.lowering.branches import GATE_IN, GATE_OUT, called, gate
@@ -51,8 +49,8 @@ class Lean:
     def __init__(self, function: Any) -> None:
         self.name = function.name
         self.outputs = [tf.TensorSpec(t.shape, t.dtype) for t in function.outputs]
-        own = function._inference_function
-        self._registered = AtomicFunction(own.name, context.context(), own.function_type, own.children)
+        own = function.inference_fn
+        self._registered = AtomicFunction(own.name, context(), own.function_type, own.children)
 
 
 def as_function(
@@ -66,14 +64,14 @@ def as_function(
         fetches: Names of the tensors to return.
         targets: Names of ops that must run as well.
     """
-    graph = func_graph.FuncGraph("planned")
+    graph = FuncGraph("planned")
     with graph.as_default():
         tf.graph_util.import_graph_def(graph_def, name="")
     graph.inputs.extend(graph.get_tensor_by_name(name) for name in feeds)
     graph.outputs.extend(graph.get_tensor_by_name(name) for name in fetches)
     graph.control_outputs.extend(graph.get_operation_by_name(name) for name in targets)
     graph.structured_outputs = list(graph.outputs)
-    return wrap_function.WrappedFunction(graph, variable_holder=wrap_function.VariableHolder())
+    return WrappedFunction(graph, variable_holder=VariableHolder())
 
 
 def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan) -> Any:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
-from tensorflow.python.eager import wrap_function
 
 from checkmate_tf.lowering.trace import TracedStep
 
@@ -49,7 +48,7 @@ def _with(graph_def: graph_pb2.GraphDef, shapes: _Shapes) -> tf.Graph | None:
 
 
 def _import(graph_def: graph_pb2.GraphDef) -> tf.Graph:
-    return wrap_function.wrap_function(lambda: tf.graph_util.import_graph_def(graph_def, name=""), []).graph
+    return tf.compat.v1.wrap_function(lambda: tf.graph_util.import_graph_def(graph_def, name=""), []).graph
 
 
 def _tell(graph_def: graph_pb2.GraphDef, shapes: _Shapes) -> None:

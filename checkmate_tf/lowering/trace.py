@@ -12,11 +12,8 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config_pb2
-from tensorflow.python.eager.polymorphic_function.polymorphic_function import OptionalXlaContext
-from tensorflow.python.framework import ops
-from tensorflow.python.grappler import tf_optimizer
-from tensorflow.python.training import saver
 
+from checkmate_tf._tf_internals import OptimizeGraph, OptionalXlaContext, registered_gradients
 from checkmate_tf.core.opgraph import CONTROL_FLOW
 from checkmate_tf.device_memory import device
 from checkmate_tf.errors import StepError
@@ -181,7 +178,7 @@ def _custom_gradients_forgotten() -> Iterator[None]:
 
     Keras's optimizers make two in each step that is traced. What was traced here is not differentiated again.
     """
-    registry = ops.gradient_registry._registry
+    registry = registered_gradients()
     known = set(registry)
     try:
         yield
@@ -223,7 +220,7 @@ def _simplify(
     for node in graph_def.node:
         node.device = node.device or placed
     handles = _take_handles(graph_def, function)
-    meta_graph = saver.export_meta_graph(graph_def=graph_def, graph=graph)
+    meta_graph = tf.compat.v1.train.export_meta_graph(graph_def=graph_def, graph=graph)
     kept = [t.name for t in [*graph.inputs, *graph.outputs]]
     kept += [*(op.name for op in graph.control_outputs), *left_alone]
     simplified = _optimized(meta_graph, kept, fold=fold, merge=not for_xla, lay_out=not for_xla)
@@ -282,7 +279,7 @@ def _optimized(
     if not lay_out:
         rewrites.layout_optimizer = rewriter_config_pb2.RewriterConfig.OFF
     try:
-        return tf_optimizer.OptimizeGraph(config, meta_graph)
+        return OptimizeGraph(config, meta_graph)
     except (ValueError, tf.errors.OpError) as error:  # it may leave any graph as it is
         _log.warning("Grappler does not simplify the step: %s", error)
         return meta_graph.graph_def

@@ -24,7 +24,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.ops import gen_xla_ops  # noqa: F401 - registers the op of the barriers
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from checkmate_tf.core.opgraph import OpGraph

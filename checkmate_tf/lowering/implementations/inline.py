@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, node_def_pb2
-from tensorflow.python.framework import function_def_to_graph
 
+from checkmate_tf._tf_internals import function_def_to_graph
 from checkmate_tf.lowering.implementations.view import Tensor, data_inputs, parsed, written
 
 
@@ -49,7 +49,7 @@ def compiled_bodies(
 
 def _body(call: node_def_pb2.NodeDef, function: function_pb2.FunctionDef, specs) -> Body:
     read = data_inputs(call)
-    graph = function_def_to_graph.function_def_to_graph(function, input_shapes=[specs[tensor].shape for tensor in read])
+    graph = function_def_to_graph(function, input_shapes=[specs[tensor].shape for tensor in read])
     given = {tensor.op.name: outer for tensor, outer in zip(graph.inputs, read, strict=True)}
     ops = [op for op in graph.get_operations() if op.name not in given]
 

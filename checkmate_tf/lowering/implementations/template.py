@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2
-from tensorflow.python.framework.func_graph import FuncGraph
 
+from checkmate_tf._tf_internals import FuncGraph
 from checkmate_tf.lowering.implementations.rule import Variant
 
 
