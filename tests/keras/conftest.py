@@ -6,7 +6,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import keras
 import numpy as np
@@ -62,6 +62,11 @@ def train_alike(options):
         return [plain, planned]
 
     return run
+
+
+def slow_but(quick: Sequence, cases: Iterable) -> list:
+    """Cases of a parametrized test, all of them marked `slow` but some."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def part_of_step(step: Callable, batch, part: float) -> int:

@@ -125,7 +125,9 @@ def test_tuple_inputs(train_alike):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        lambda: keras.optimizers.Adam(1e-3, clipnorm=0.5, use_ema=True, ema_momentum=0.5),
+        pytest.param(
+            lambda: keras.optimizers.Adam(1e-3, clipnorm=0.5, use_ema=True, ema_momentum=0.5), marks=pytest.mark.slow
+        ),
         lambda: keras.optimizers.SGD(
             keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), use_ema=True, ema_overwrite_frequency=3
         ),

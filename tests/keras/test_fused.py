@@ -129,6 +129,7 @@ def normalised_net() -> keras.Model:
     return compiled(keras.Model(inputs, x), keras.optimizers.SGD(0.05), metrics=())
 
 
+@pytest.mark.slow
 def test_where_memory_is_least_the_gradient_of_batch_norm_runs_in_place(options, monkeypatch):
     monkeypatch.setattr(planner, "MINIMUM_LIMIT_S", 2.0)
     spec = tf.TensorSpec((BATCH, SIZE, SIZE, 3)), tf.TensorSpec((BATCH,), tf.int64)

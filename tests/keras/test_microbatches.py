@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import assert_same_state, set_precision
+from conftest import assert_same_state, set_precision, slow_but
 
 import checkmate_tf
 from checkmate_tf.errors import ModelError, NoScheduleFound, OptionError
@@ -92,7 +92,7 @@ def by_fit(model):
     return [value for name in sorted(history) for value in history[name]]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(["clipped", "accumulated", "embedded"], CASES))
 def test_parts_train_as_the_whole_batch_does(name, options):
     model = both(CASES[name], by_fit, options, parts=4)
     report = checkmate_tf.report(model)
@@ -102,7 +102,7 @@ def test_parts_train_as_the_whole_batch_does(name, options):
     assert parts == 4
 
 
-@pytest.mark.parametrize("parts", [5, ROWS, 100])
+@pytest.mark.parametrize("parts", slow_but([5], [5, ROWS, 100]))
 def test_parts_need_not_be_of_equal_size(parts, options):
     both(CASES["plain"], by_fit, options, parts)
 
@@ -121,7 +121,7 @@ DROPPING = {
 }
 
 
-@pytest.mark.parametrize("name", DROPPING)
+@pytest.mark.parametrize("name", slow_but(["attention"], DROPPING))
 def test_dropout_does_not_make_rows_depend_on_one_another(name, options):
     model, _ = trained(lambda: model_of([*DROPPING[name](), *dense()]), steps_of, options, budget=LARGE, microbatches=3)
     assert not any("changes the gradients" in note for note in checkmate_tf.report(model).notes)
@@ -268,7 +268,7 @@ DEPENDENT = {
 }
 
 
-@pytest.mark.parametrize("name", DEPENDENT)
+@pytest.mark.parametrize("name", slow_but(["normalized", "compared"], DEPENDENT))
 def test_a_number_of_parts_is_taken_as_it_is_and_the_report_says_what_changes(name, options):
     build, feed, why = DEPENDENT[name]
     model, _ = trained(build, feed, options, budget=LARGE, microbatches=2)
@@ -276,7 +276,7 @@ def test_a_number_of_parts_is_taken_as_it_is_and_the_report_says_what_changes(na
     assert re.search(why, note)
 
 
-@pytest.mark.parametrize("name", DEPENDENT)
+@pytest.mark.parametrize("name", slow_but(["masked", "compared"], DEPENDENT))
 def test_by_itself_no_batch_is_cut_whose_rows_depend_on_one_another(name, options, monkeypatch):
     monkeypatch.setattr(microbatches, "_AS_FAST", 0.0)  # so that other numbers of parts are tried at all
     build, feed, why = DEPENDENT[name]
@@ -407,7 +407,7 @@ def test_without_a_plan_the_model_trains_as_before(options):
     assert planned_training(model) is None
 
 
-@pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("precision", slow_but(["mixed_float16"], ["mixed_float16", "mixed_bfloat16"]))
 def test_scaled_losses_and_short_floats(precision, options):
     set_precision("float32", precision)
     _, logs = trained(CASES["plain"], by_fit, options)
@@ -415,6 +415,7 @@ def test_scaled_losses_and_short_floats(precision, options):
     np.testing.assert_allclose(cut_logs, logs, rtol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_below_the_least_memory_of_recomputation():
     """The widest layers alone need more than the budget with all rows."""

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import set_precision
+from conftest import set_precision, slow_but
 
 import checkmate_tf
 from checkmate_tf.device_memory import device as devices
@@ -71,7 +71,7 @@ def too_little(model, batch, **options) -> int:
     return held_bytes + round(0.9 * (smallest_bytes - held_bytes))
 
 
-@pytest.mark.parametrize("name", ["language model", pytest.param("segmenter", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", slow_but([], ["language model", "segmenter"]))
 def test_it_trains_below_the_smallest_budget_of_whole_ops_as_plain_keras(name, options):
     batch = CASES[name][1](ROWS)
     plain, planned = compiled(name), compiled(name)

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import assert_same_state, set_precision
+from conftest import assert_same_state, set_precision, slow_but
 from keras import layers
 from keras_models import BATCH, LARGEST_BYTES, compiled, images, sequential
 from random_watch import Watch
@@ -45,7 +45,7 @@ def test_a_plan_that_no_longer_keeps_its_budget_is_not_run(options, monkeypatch)
     assert_same_state(plain, model)
 
 
-@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
+@pytest.mark.parametrize("kind", slow_but(["GRU"], ["GRU", "LSTM"]))
 def test_a_loop_over_time_keeps_its_budget(kind, tmp_path):
     """Its lists hold most of the step; they were left out of the promise.
 

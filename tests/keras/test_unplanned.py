@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import assert_same_state, set_precision, state, values_of
+from conftest import assert_same_state, set_precision, slow_but, state, values_of
 from keras import layers
 from keras_models import crossentropy
 
@@ -92,7 +92,7 @@ PHASES = {
 }
 
 
-@pytest.fixture(params=PHASES)
+@pytest.fixture(params=slow_but(["profiling", "no-memory", "building", "first-run"], PHASES))
 def broken(request, monkeypatch):
     """One phase on the way to the first step fails."""
     monkeypatch.setattr(*PHASES[request.param])
@@ -382,7 +382,7 @@ def step_of(model):
     return step
 
 
-@pytest.mark.parametrize("phase", ["extracting", "profiling", "planning", "building", "trying", "first-run"])
+@pytest.mark.parametrize("phase", slow_but(["building", "first-run"], PHASES))
 def test_a_failure_of_a_function_ends_in_the_step_itself(phase, monkeypatch, options):
     monkeypatch.setattr(*PHASES[phase])
     model = small()

@@ -209,6 +209,7 @@ class UpdatingTwice(keras.Sequential):
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_what_is_not_to_be_had_says_why(cached):
     model = compiled(UpdatingTwice([keras.Input((SIZE, SIZE, 3)), keras.layers.Conv2D(16, 3), keras.layers.Flatten(),
                                     keras.layers.Dense(CLASSES)]))  # fmt: skip

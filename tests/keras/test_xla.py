@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import values_of
+from conftest import slow_but, values_of
 from keras import layers
 
 import checkmate_tf
@@ -85,7 +85,7 @@ def traced_with_data(name):
     return model, data, trace_for_xla(lambda batch: model.train_step(batch), spec)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["dropout"], MODELS))
 def test_a_program_with_recomputation_does_what_the_step_does(name):
     model, data, traced = traced_with_data(name)
     op_graph, costs = roofline(extract(traced), rates("CPU:0"))
@@ -106,6 +106,7 @@ def test_a_program_with_recomputation_does_what_the_step_does(name):
         np.testing.assert_allclose(planned, plain, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @BARRIERS_STAY
 def test_every_step_keeps_its_budget():
     checkmate_tf.reserve("1GiB")
@@ -122,6 +123,7 @@ def test_every_step_keeps_its_budget():
     assert report.predicted_peak_bytes <= budget
 
 
+@pytest.mark.slow
 @BARRIERS_STAY
 def test_microbatches_are_programs_as_well():
     checkmate_tf.reserve("1GiB")
@@ -164,6 +166,7 @@ def test_a_budget_that_no_program_keeps_is_refused_and_nothing_changes():
     model.fit(x, y, batch_size=ROWS, verbose=0)  # as it comes
 
 
+@pytest.mark.slow
 @BARRIERS_STAY
 def test_a_step_of_one_s_own_that_xla_compiles_keeps_its_budget():
     checkmate_tf.reserve("1GiB")
