@@ -149,6 +149,8 @@ def _static(shape) -> tf.TensorShape:
             f"input_spec must give every dimension, the batch size included; got {shape}. "
             "Memory depends on it. Example: tf.TensorSpec((32, 224, 224, 3), tf.float32)."
         )
+    if not shape.num_elements():
+        raise ModelError(f"input_spec describes an empty batch; got {shape}. Every dimension must be at least 1.")
     return shape
 
 

@@ -80,7 +80,7 @@ class PlannedFunction:
                 raise
             reason = self._unplanned.reason(error, has_trained=self._guard.has_run)
         else:
-            self._unplanned.if_expensive(self._planned)
+            self._unplanned.if_alarming(self._planned)
             return self._pack(results)
         results = self._plain(*args, **kwargs)  # if this fails as well, nothing is wrong with the plan
         self._planned = self._guard = None
@@ -104,7 +104,7 @@ class PlannedFunction:
         except Exception as error:  # noqa: BLE001 - whatever it is, the user is told, or it is raised
             self._unplanned.because(self._unplanned.reason(error, has_trained=False))
             return None
-        self._unplanned.if_expensive(step)
+        self._unplanned.if_alarming(step)
         return step
 
     def _planned_step(self, arguments: tuple, settings: Settings) -> PlannedStep | XlaStep:

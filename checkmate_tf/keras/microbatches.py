@@ -202,6 +202,11 @@ class MicrobatchedStep:
         return self._update.budget_bytes
 
     @property
+    def warning(self) -> str | None:
+        """As of a `PlannedStep`."""
+        return next((step.warning for step in self.steps if step.warning is not None), None)
+
+    @property
     def predicted_s(self) -> float:
         """Predicted time of all parts."""
         added = 0.0 if self._add is None else (self.parts - 1) * self._add.candidate.time_s

@@ -150,7 +150,10 @@ class PlannedTraining:
         if not planned:
             return Report(notes=(*self._unplanned.notes, "no batch is planned."))
         largest = max(planned, key=lambda step: step.candidate.peak_bytes)
-        return largest.report().with_notes(self._unplanned.notes)
+        report = largest.report()
+        notes = [note for step in planned if step is not largest for note in step.report().notes]
+        more = dict.fromkeys([*notes, *self._unplanned.notes])
+        return report.with_notes(note for note in more if note not in report.notes)
 
     def is_planned(self) -> bool:
         """Whether the model can be planned as it is compiled now; says why not.
@@ -178,7 +181,7 @@ class PlannedTraining:
                 raise
             self._unplanned.because(str(error), error)
         for step in self.steps.values():
-            self._unplanned.if_expensive(step)
+            self._unplanned.if_alarming(step)
 
     def _plan_and_try(self, data) -> None:
         self.plan(data)
@@ -233,7 +236,10 @@ class PlannedTraining:
             raise
         self._plain = self._plain_function(with_xla=not is_planned or self._batches.is_for_xla())
         if is_planned and model.jit_compile and not self._batches.is_for_xla():
-            self._unplanned.note("jit_compile is not used: on a CPU XLA would undo the order of the planned step.")
+            self._unplanned.note(
+                "jit_compile is not used: on a CPU XLA would undo the order of the planned step. A budget that is a "
+                "fraction is of what the step takes without XLA."
+            )
         model.train_function = self._train if is_planned else self._plain
         return model.train_function
 
@@ -256,7 +262,13 @@ class PlannedTraining:
         Raises:
             StopIteration, tf.errors.OutOfRangeError: There is no batch left.
         """
-        logs = self._run(next(iterator))
+        try:
+            first = [next(iterator)]
+        except (StopIteration, tf.errors.OutOfRangeError):
+            if not self.steps:  # no data at all: Keras's own function makes the metrics before it finds that out
+                return self._plain(iterator)
+            raise
+        logs = self._run(first.pop())
         for _ in range(self._model.steps_per_execution - 1):
             try:
                 data = next(iterator)
@@ -289,7 +301,7 @@ class PlannedTraining:
             reason = self._why_failed(error)
         else:
             self._batches.has_trained = True
-            self._unplanned.if_expensive(self.steps[key])
+            self._unplanned.if_alarming(self.steps[key])
             return logs
         return self._run_unplanned(key, given, reason)
 

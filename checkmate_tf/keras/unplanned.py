@@ -97,8 +97,10 @@ class Unplanned:
             raise failed from error
         return f"a later batch cannot be planned: {error}" if is_refusal(error) else str(failed)
 
-    def if_expensive(self, step: PlannedStep) -> None:
-        """Warns of a plan that takes much longer than the unmodified step."""
+    def if_alarming(self, step: PlannedStep) -> None:
+        """Warns of a plan that takes much longer than the unmodified step, and of one that may not keep its budget."""
+        if step.warning is not None:
+            self.warn("over", step.warning)
         overhead = step.candidate.overhead
         if overhead > _MOST_OVERHEAD:
             self.warn(

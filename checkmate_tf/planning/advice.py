@@ -15,7 +15,7 @@ from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 
 _WEIGHTS, _BATCH, _UPDATES = "weights and optimizer slots", "batch", "gradients of weights and their updates"
 _LAYERS, _WORKSPACE = "activations and their gradients", "workspace of one op"
-_OTHERS = "tensors that are not the step's, such as data that a pipeline holds"
+_OTHERS = "tensors that are not the step's, such as other models, or data that a pipeline holds"
 _OF_ROWS = frozenset({_BATCH, _LAYERS})  # fewer rows take less
 _HELPS = 0.1  # of the peak: a part of that size is worth making smaller
 _MODEL = re.compile(r"(functional|sequential)(_\d+)?")

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from checkmate_tf import budget as budgets
+from checkmate_tf.budget import format_bytes
 from checkmate_tf.core.allocator import UNIT_BYTES
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.plan import Plan, compile_plan
@@ -45,6 +46,7 @@ _MORE_SMALL, _LEAST_SCALARS = 1.25, 16  # times those that the unmodified step h
 _SMALL_BYTES = 64 << 10  # tensors of up to that have slots
 _SLOTS = 0.005  # of the tensors of the step that recomputes nothing: what the blocks between slots may take, twice
 _LEAST_SLOTS_BYTES = 32 << 10  # which they may take in any case: in a step of a few MiB a stray tensor weighs more
+_WORTH_A_NOTE = 0.02  # of a plan's peak: what is held beside it
 _OWN_OPS = "the model's own ops need less here than their equivalents: none of these is taken."
 _BUILD_BYTES = 32 << 10  # what is made between planning and the first run: the function's own tensors
 
@@ -141,6 +143,25 @@ class ProfiledStep:
     def notes(self) -> tuple[str, ...]:
         """Sentences that the reader of a report should know."""
         return (*_notes(self.profile.unsized), *((_OWN_OPS,) if self.chosen is OWN else ()))
+
+    def notes_on(self, candidate: EvaluatedPlan) -> tuple[str, ...]:
+        """As `notes`, with what a plan holds that the device does not count.
+
+        Args:
+            candidate: A plan of this step.
+        """
+        least = devices.uncounted_below_bytes(self.device)
+        sizes = [size for size in map(devices.variable_bytes, self.traced.interface.variables) if size < least]
+        memory = candidate.memory
+        others = memory.peak_bytes - memory.most_counted_bytes(least)
+        if sum(sizes) + others < _WORTH_A_NOTE * candidate.peak_bytes:
+            return self.notes
+        uncounted = (
+            f"this device counts no tensor below {format_bytes(least)}: {format_bytes(sum(sizes))} of weights and "
+            f"optimizer slots and about {format_bytes(others)} of the step's other tensors are in no peak and no "
+            "budget."
+        )
+        return (*self.notes, uncounted)
 
     @functools.cached_property
     def base_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import time
 from typing import Any
@@ -24,6 +25,8 @@ from checkmate_tf.step.pipeline import ProfiledStep
 
 _log = logging.getLogger(__name__)
 
+_DRAWN_BATCHES = 2  # that a pipeline may hold beside the one that a step is given
+
 
 class PlannedStep:
     """A planned step, which is tried before it is trusted.
@@ -34,9 +37,13 @@ class PlannedStep:
     The last run of a trial counts as the first step. There is another trial once variables have been moved, as
     planning another step moves them. Should a later run take more than the budget all the same, the step is planned
     and tried again before the next one.
+
+    What others hold on the device, such as arrays for validation, counts as well: where that grows and stays, the step
+    is planned again with that much less.
     """
 
     _MEASURED_RUNS = 6
+    _LASTING_RUNS = 3  # through which others hold something that does not come and go, as batches of a pipeline do
     _TRIAL_RUNS = 2  # a function's first run leaves constants behind, and the next batch lies elsewhere
     _MOST_TRIALS = 6
     _MOST_REPLANS = 3
@@ -67,9 +74,13 @@ class PlannedStep:
         self._may_update_later = effects.updates_in_branches(profiled.traced)
         self._trial_peaks: list[int | None] = []
         self._before_bytes: int | None = None  # in use before the last run of a trial
+        self._most_before_bytes = 0  # in use before a run that was measured
+        self._others_bytes: collections.deque[int] = collections.deque(maxlen=self._LASTING_RUNS)
+        self._left_to_measure = self._MEASURED_RUNS
         self._peaks: list[int] = []
         self._seconds: list[float] = []
         self._notes: list[str] = []
+        self.warning: str | None = None
         if self._lasting:
             self._note(
                 f"the step was not tried before training, as what it does cannot be undone ({', '.join(self._lasting)})"
@@ -286,7 +297,12 @@ class PlannedStep:
 
     def _go_on_as_it_is(self) -> None:
         """Keeps the plan that there is: training has begun, and is not ended for what a step takes too much."""
-        self._note("no plan keeps the budget with what was measured; the last one stays.")
+        self.warning = (
+            f"steps may take more than their budget of {format_bytes(self.budget_bytes)}: no plan was found that keeps "
+            "it with what was measured, or with what others hold on the device by now, such as data for validation. "
+            "Try: data that is read batch by batch, a smaller batch, or a larger budget."
+        )
+        self._note(self.warning)
         self._replans = self._MOST_REPLANS
         self._trusted_at = self._lease.moves
         if self._whole is None:  # memory is no longer divided, as another plan was sought
@@ -363,23 +379,39 @@ class PlannedStep:
     def _run(self, data: Any) -> Any:
         """Runs the step once. It is planned again before the next run if it took too much.
 
-        What others hold before or behind the run that they did not when the step was tried is not the step's: batches
-        that a pipeline draws come and go, also while it runs.
+        What others hold before or behind the run that they did not when the step was tried is not the step's, unless it
+        stays: batches that a pipeline draws come and go, also while it runs.
         """
         device = self._profiled.device
-        measuring = len(self._peaks) < self._MEASURED_RUNS
+        in_use_bytes = devices.in_use_bytes(device)
+        if in_use_bytes > self._most_before_bytes:
+            self._most_before_bytes = in_use_bytes
+            self._left_to_measure = max(self._left_to_measure, self._LASTING_RUNS)
+        measuring = self._left_to_measure > 0
         if measuring:
             devices.reset_peak(device)
-        in_use_bytes, seen_bytes = devices.in_use_bytes(device), devices.peak_bytes(device)
+        seen_bytes = devices.peak_bytes(device)
         results, seconds = self._call(data, wait=measuring)
         peak_bytes = devices.peak_bytes(device)
         if measuring:
             self._book(seconds, peak_bytes)
         in_use_bytes = max(in_use_bytes, devices.in_use_bytes(device))
         others_bytes = 0 if self._before_bytes is None else max(0, in_use_bytes - self._before_bytes)
-        if self._replans < self._MOST_REPLANS and peak_bytes > max(self.budget_bytes + others_bytes, seen_bytes):
-            self._plan_again(peak_bytes)
+        lasting_bytes = self._lasting_of_others(others_bytes)
+        allowed_bytes = self.budget_bytes + others_bytes - lasting_bytes
+        if self._replans < self._MOST_REPLANS and peak_bytes > max(allowed_bytes, seen_bytes):
+            self._plan_again(peak_bytes, lasting_bytes)
         return results
+
+    def _lasting_of_others(self, others_bytes: int) -> int:
+        """What others have held through some runs; none of it where it may be batches that a pipeline has drawn.
+
+        Args:
+            others_bytes: What they hold now.
+        """
+        self._others_bytes.append(others_bytes)
+        lasting_bytes = min(self._others_bytes) if len(self._others_bytes) == self._LASTING_RUNS else 0
+        return lasting_bytes if lasting_bytes > _DRAWN_BATCHES * self._profiled.batch_bytes else 0
 
     def _call(self, data: Any, *, wait: bool) -> tuple[object, float]:
         """Calls the planned function.
@@ -401,6 +433,7 @@ class PlannedStep:
 
     def _book(self, seconds: float, peak_bytes: int) -> None:
         self._has_trained = True
+        self._left_to_measure -= 1
         self._seconds.append(seconds)
         self._peaks.append(peak_bytes)
 
@@ -440,14 +473,24 @@ class PlannedStep:
                 found = cheapest([found, planner.search(self._most_bytes, time_limit_s=limit_s)])
         return found
 
-    def _plan_again(self, measured_bytes: int) -> None:
-        """Before the next run, plans with less, and tries that plan before it is trusted."""
+    def _plan_again(self, measured_bytes: int, of_others_bytes: int) -> None:
+        """Before the next run, plans with less, and tries that plan before it is trusted.
+
+        Args:
+            measured_bytes: What the step took.
+            of_others_bytes: A part of that, which the allocator will still hold while plans are played on it.
+        """
         unforeseen = max(0, measured_bytes - self.candidate.peak_bytes)
-        self._note(f"a step took {measured_bytes:,} bytes, {unforeseen:,} more than predicted; planned again.")
-        self._tighten(measured_bytes)
+        of_others = f", with {of_others_bytes:,} that others hold on the device" if of_others_bytes else ""
+        self._note(
+            f"a step took {measured_bytes:,} bytes, {unforeseen:,} more than predicted{of_others}; planned again."
+        )
+        self._tighten(measured_bytes - of_others_bytes)
         self._replans += 1
         self._is_ready = False
         self._trusted_at = None
+        self._others_bytes.clear()
+        self._left_to_measure = self._MEASURED_RUNS
         self._peaks.clear()
         self._seconds.clear()
 
@@ -491,7 +534,7 @@ class PlannedStep:
             phases_s=profiled.phases_s,
             implementations=[ImplementationRow(f.rule, f.where, f.saved_bytes) for f in profiled.traced.fired],
             choices=profiled.choices(candidate.plan, candidate.op_graph),
-            notes=(*profiled.notes, *self._notes),
+            notes=(*profiled.notes_on(candidate), *self._notes),
         )
 
 

@@ -151,6 +151,7 @@ def test_jit_compile_is_noted(options):
     [
         ((tf.TensorSpec((None, 4), tf.float64), tf.TensorSpec((6,), tf.int64)), "every dimension.*None"),
         ((tf.TensorSpec(None, tf.float64), tf.TensorSpec((6,), tf.int64)), "every dimension"),
+        ((tf.TensorSpec((0, 4), tf.float64), tf.TensorSpec((0,), tf.int64)), "an empty batch.*at least 1"),
         ((6, 4), "must hold tf.TensorSpec"),
         ("float64", "must hold tf.TensorSpec"),
         ((tf.RaggedTensorSpec((6, None)), tf.TensorSpec((6,), tf.int64)), "must hold tf.TensorSpec"),
@@ -158,7 +159,17 @@ def test_jit_compile_is_noted(options):
         ((tf.TensorSpec((6, 9), tf.float64), tf.TensorSpec((6,), tf.int64)), "structure, shapes and dtypes"),
         ((tf.TensorSpec((6, 4), tf.float64), tf.TensorSpec((6, 7, 2), tf.int64)), "structure, shapes and dtypes"),
     ],
-    ids=["unknown-batch", "unknown-rank", "numbers", "text", "ragged", "no-targets", "wrong-features", "wrong-targets"],
+    ids=[
+        "unknown-batch",
+        "unknown-rank",
+        "empty",
+        "numbers",
+        "text",
+        "ragged",
+        "no-targets",
+        "wrong-features",
+        "wrong-targets",
+    ],
 )
 def test_specifications_that_do_not_fit(spec, says, options):
     model = small()

@@ -318,6 +318,26 @@ def test_a_later_batch_that_is_refused(refused_below, options):
     assert_trained_alike(refused, data(), data(8))
 
 
+def test_the_report_has_the_notes_of_all_batches(options):
+    model = small()
+    checkmate_tf.compile(model, "1GiB", **options)
+    for rows in (ROWS, 8):
+        model.train_on_batch(*data(rows))
+    for step, text in zip(planned_training(model).steps.values(), ("of the one", "of the other"), strict=True):
+        step._note(text)
+    assert {"of the one", "of the other"} <= set(checkmate_tf.report(model).notes)
+
+
+def test_without_data_keras_says_what_it_always_says(options):
+    plain, model = small(), small()
+    checkmate_tf.compile(model, "1GiB", **options)
+    for one in (plain, model):
+        with pytest.warns(UserWarning, match="ran out of data"):
+            assert one.fit(*data(0), verbose=0).history == {}
+        one.train_on_batch(*data())
+    assert_same_state(plain, model)
+
+
 def test_the_first_batch_that_is_refused_is_an_error(refused_below, options):
     model = small()
     refused_below(1)
