@@ -1,12 +1,14 @@
 """A refusal names what takes the memory in a user's words, and advises what helps."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
-from checkmate_tf.planning.advice import Before, at_peak
+from checkmate_tf.planning.advice import Before, at_peak, place
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 
 MIB = 1 << 20
@@ -60,7 +62,7 @@ def test_what_is_not_the_steps_own_is_not_taken_for_weights():
     """The arrays that `fit` copies to a CPU's memory were called weights, with advice to have fewer of those."""
     text = at_peak(plan(activation_bytes=8, weight_bytes=MIB), Before(90 * MIB, 3 * MIB, 2 * MIB))
     assert "weights and optimizer slots 3.00 MiB" in text
-    assert "such as data that a pipeline holds 85.00 MiB" in text
+    assert "such as other models, or data that a pipeline holds 85.00 MiB" in text
     assert "batch by batch" in text
     assert "fewer slots" not in text
 
@@ -69,3 +71,22 @@ def test_a_layer_is_named_as_the_user_does():
     text = at_peak(plan(activation_bytes=90 * MIB, weight_bytes=MIB), Before(MIB, MIB, 0))
     assert 'in the gradient of layer "head"' in text
     assert 'Most of what is made in the step is of layer "head".' in text
+
+
+@pytest.mark.parametrize(
+    ("name", "is_gradient", "says"),
+    [
+        ("sequential_1_1/conv_7_1/Conv2D", False, 'layer "conv_7"'),
+        ("sequential_1_1/conv_1_2/Conv2D", False, 'layer "conv_1"'),
+        ("gradient_tape/sequential_1_1/vae_1/conv_1/Conv2D_1", True, 'the gradient of layer "conv"'),
+        ("sequential_1_1/scaled/Mul", False, 'layer "scaled"'),
+        ("compile_loss/loss/Sum", False, "the loss"),
+        ("adam/Mul", True, "the update of the weights"),
+    ],
+)
+def test_layers_have_the_names_that_the_model_knows_them_by(name, is_gradient, says):
+    """TensorFlow adds a number to each of Keras's scopes, and models are no layers."""
+    graph = dataclasses.replace(
+        plan(8, 8).op_graph, names=(name, "b", "c", "d", "e"), is_gradient=np.array([is_gradient, *[True] * 4])
+    )
+    assert place(graph, 0, {"conv", "conv_1", "conv_7", "scaled"}) == says

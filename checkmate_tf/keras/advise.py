@@ -18,6 +18,7 @@ from checkmate_tf.core.requirements import working_sets_bytes
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.errors import CheckmateError, ModelError
 from checkmate_tf.keras import batch, precision
+from checkmate_tf.keras.batch_steps import names_of_layers
 from checkmate_tf.keras.independence import why_rows_depend
 from checkmate_tf.keras.max_batch import Scaled
 from checkmate_tf.keras.microbatches import Accumulation, MicrobatchedStep, wide
@@ -492,7 +493,7 @@ def _limits(model: keras.Model, profiled: ProfiledStep) -> Limits:
         gradients_bytes=sum(gradients),
         batch_bytes=profiled.batch_bytes,
         others_bytes=max(0, profiled.base_bytes - own_bytes),
-        largest_op=place(graph, largest, model.name),
+        largest_op=place(graph, largest, names_of_layers(model)),
         largest_op_bytes=int(sizes[largest]),
         largest_op_scratch_bytes=int(costs.workspace_bytes[largest]),
         needed_bytes=profiled.planner.needed_bytes,

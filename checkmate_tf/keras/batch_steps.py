@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from checkmate_tf._tf_internals import build_from
+from checkmate_tf._tf_internals import all_layers, build_from
 from checkmate_tf.budget import is_fraction
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.errors import BatchError, InfeasibleBudget, ModelError, NoScheduleFound
@@ -212,6 +212,7 @@ class BatchSteps:
             chosen,
             in_training=self.has_trained,
             before_trial=lambda: update_steps.bring_near(self._model),
+            layers=names_of_layers(self._model),
         )
 
     def _prepare(self, data) -> None:
@@ -247,6 +248,11 @@ class BatchSteps:
         if planned and is_fraction(self._settings.budget):
             return dataclasses.replace(self._settings, least_budget_bytes=max(planned.values()))
         return self._settings
+
+
+def names_of_layers(model: keras.Model) -> frozenset[str]:
+    """Of all layers of a model, those of models within it included, but not these models."""
+    return frozenset(layer.name for layer in all_layers(model) if not isinstance(layer, keras.Model))
 
 
 def is_overridden(model: keras.Model, method: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
+from collections.abc import Container
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ _OTHERS = "tensors that are not the step's, such as other models, or data that a
 _OF_ROWS = frozenset({_BATCH, _LAYERS})  # fewer rows take less
 _HELPS = 0.1  # of the peak: a part of that size is worth making smaller
 _MODEL = re.compile(r"(functional|sequential)(_\d+)?")
+_NUMBER = re.compile(r"_\d+$")
 _VARIABLE = "ReadVariableOp"
 
 
@@ -32,12 +34,13 @@ class Before(NamedTuple):
     batch_bytes: int
 
 
-def at_peak(smallest: EvaluatedPlan, before: Before) -> str:
+def at_peak(smallest: EvaluatedPlan, before: Before, layers: Container[str] = ()) -> str:
     """What the smallest plan holds at its peak, the most first, and what makes that less.
 
     Args:
         smallest: The plan.
         before: What the device holds before the step.
+        layers: As for `place`.
     """
     graph, memory, step = smallest.op_graph, smallest.memory, smallest.memory.peak_step
     others_bytes = max(0, before.base_bytes - before.weights_bytes - before.batch_bytes)
@@ -47,14 +50,14 @@ def at_peak(smallest: EvaluatedPlan, before: Before) -> str:
     for tensor, nbytes in _held(smallest, step).items():
         op = int(graph.producer[tensor])
         parts[_UPDATES if fixed[op] else _LAYERS] += nbytes
-        places[place(graph, op)] += nbytes
+        places[place(graph, op, layers)] += nbytes
     parts[_WORKSPACE] = max(0, int(memory.in_use_bytes[step] - memory.held_bytes[step]))
     total = max(1, parts.total())
     listed = ", ".join(
         f"{name} {format_bytes(size)} ({100 * size / total:.0f} %)" for name, size in parts.most_common() if size > 0
     )
     where = "".join(f" Most of what is made in the step is of {place}." for place, _ in places.most_common(1))
-    bottleneck = f"{place(graph, int(smallest.plan.ops[step]))} (op {smallest.bottleneck})"
+    bottleneck = f"{place(graph, int(smallest.plan.ops[step]), layers)} (op {smallest.bottleneck})"
     return f"At its peak, in {bottleneck}, it holds: {listed}.{where} Try: {_tries(parts, total)}"
 
 
@@ -96,22 +99,27 @@ def _of_fixed_size(plan: EvaluatedPlan) -> np.ndarray:
     return of_fixed_size
 
 
-def place(graph: OpGraph, op: int, model: str | None = None) -> str:
+def place(graph: OpGraph, op: int, layers: Container[str] = ()) -> str:
     """Where in the model an op belongs, by the names of its layers.
 
     Args:
         graph: The step.
         op: The op.
-        model: Name of the model, which is no layer.
+        layers: Names of the model's layers, if it has any: scopes with other names are no layers.
     """
     scopes = graph.names[op].split("/")[:-1]
     of_tape = scopes[:1] == ["gradient_tape"]
     if graph.is_gradient[op] and not of_tape:
         return "the update of the weights"
-    layers = [scope for scope in scopes[of_tape:] if not _MODEL.fullmatch(scope) and not _is_named(scope, model)]
-    place = f'layer "{layers[0]}"' if layers else "the loss"
+    named = filter(None, (_layer(scope, layers) for scope in scopes[of_tape:]))
+    name = next(named, None)
+    place = "the loss" if name is None else f'layer "{name}"'
     return f"the gradient of {place}" if of_tape else place
 
 
-def _is_named(scope: str, model: str | None) -> bool:
-    return model is not None and re.fullmatch(re.escape(model) + r"(_\d+)?", scope) is not None
+def _layer(scope: str, layers: Container[str]) -> str | None:
+    """The layer that a scope is of, or None."""
+    if not layers:
+        return None if _MODEL.fullmatch(scope) else scope
+    # TensorFlow adds a number where Keras enters a scope, as the name is known already.
+    return next((name for name in (_NUMBER.sub("", scope), scope) if name in layers), None)

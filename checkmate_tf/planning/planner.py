@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -62,6 +62,7 @@ class Planner:
         rearrange: Moves what the device holds, as compiling the step once more will.
         weights_bytes: The step's variables, a part of `base_bytes`.
         batch_bytes: The batch, another part.
+        layers: As for `advice.place`.
 
     Attributes:
         needed_bytes: A lower bound on the peak of every plan, everything included: proven.
@@ -81,6 +82,7 @@ class Planner:
         rearrange: Callable[[], None] = lambda: None,
         weights_bytes: int = 0,
         batch_bytes: int = 0,
+        layers: Container[str] = (),
     ):
         self._op_graph = op_graph
         self._costs = costs
@@ -92,6 +94,7 @@ class Planner:
         self._strategy = strategy
         self._rearrange = rearrange
         self._base_bytes = base_bytes
+        self._layers = layers
         self._before = advice.Before(base_bytes, weights_bytes, batch_bytes)
         self.needed_bytes = base_bytes + working_set_bytes(op_graph, uncounted_below_bytes)
         self.orders = []
@@ -497,7 +500,7 @@ class Planner:
     def _hint(self, smallest: EvaluatedPlan) -> str:
         return (
             f"Smallest budget found: {format_bytes(smallest.peak_bytes, round_up=True)} "
-            f"({smallest.peak_bytes:,} bytes). {advice.at_peak(smallest, self._before)}"
+            f"({smallest.peak_bytes:,} bytes). {advice.at_peak(smallest, self._before, self._layers)}"
         )
 
 

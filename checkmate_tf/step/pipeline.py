@@ -7,7 +7,7 @@ import functools
 import gc
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -83,6 +83,7 @@ class ProfiledStep:
             nothing is moved, no room is made, and no plan is played that takes more.
         before_trial: Where steps differ, as those do that accumulate gradients: sets the variables so that the next
             steps are of all kinds. What it changes is put back.
+        layers: Names of the layers of the model whose step it is, for what is said of it.
     """
 
     def __init__(
@@ -94,10 +95,12 @@ class ProfiledStep:
         *,
         in_training: bool = False,
         before_trial: Callable[[], None] = lambda: None,
+        layers: Container[str] = (),
     ):
         self.settings = settings
         self.in_training = in_training
         self.before_trial = before_trial
+        self.layers = layers
         self._step = step
         self._spec = spec
         self.chosen = chosen
@@ -208,6 +211,7 @@ class ProfiledStep:
             rearrange=self.compact,
             weights_bytes=devices.counted_bytes(self.device, map(devices.variable_bytes, variables)),
             batch_bytes=devices.counted_bytes(self.device, self._fed_bytes),
+            layers=self.layers,
         )
 
     def replay(
@@ -386,6 +390,7 @@ class ProfiledStep:
                 chosen,
                 in_training=self.in_training,
                 before_trial=self.before_trial,
+                layers=self.layers,
             )
             variant._plain_peak_bytes, variant._most_bytes = self._plain_peak_bytes, self._most_bytes
             variant.phases_s = self.phases_s
