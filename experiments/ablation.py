@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import subprocess
 import sys
 import tempfile
 import time
@@ -49,6 +50,7 @@ SMALLEST, HALF, NEAR = "smallest", "0.5", "near the smallest"
 NEAR_FACTOR = 1.03  # times the smallest budget
 KEY = ("model", "off", "budget", "limited")
 STEPS, MEASURED_S = 6, 10.0  # of each kind, or as many as there is time for
+LIMIT_S = 300.0  # some times what a run takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +233,11 @@ def in_process(run: Run) -> dict:
         kept.unlink()
     limit_workers(limit_above(run.budget_bytes) if run.limited else None)
     start = time.perf_counter()
-    (row,) = run_worker(__file__, ["--worker", json.dumps(dataclasses.asdict(run))])
+    limit = {} if run.off == NOTHING else {"limit_s": LIMIT_S}
+    try:
+        (row,) = run_worker(__file__, ["--worker", json.dumps(dataclasses.asdict(run))], **limit)
+    except subprocess.TimeoutExpired as ended:
+        row = {"error": f"not done after {ended.timeout:.0f} s"}
     return row | {"seconds": time.perf_counter() - start}
 
 
@@ -250,8 +256,10 @@ def work(run: Run) -> dict:
             row["budget_bytes"] = run.budget_bytes
             try:
                 row |= measure(model, batch, plain, run.budget_bytes, options, STEPS, MEASURED_S)
-            except (checkmate_tf.CheckmateError, tf.errors.ResourceExhaustedError) as error:
-                row |= {"error": str(error), "is_refused": isinstance(error, checkmate_tf.CheckmateError)}
+            except checkmate_tf.CheckmateError as error:
+                row["error"] = f"refused: {error}"
+            except tf.errors.ResourceExhaustedError as error:
+                row["error"] = f"ran out of memory: {error.message}"
     return row | {"acted": dict(acted)}
 
 

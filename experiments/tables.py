@@ -186,13 +186,14 @@ def _ablation_cell(row: dict | None, whole: dict | None) -> str:
     if "unused" in row:
         return "unused"
     if "error" in row:
-        return "refused" if row["is_refused"] else "ran out of memory"
+        return row["error"].partition(":")[0]
     if "smallest_bytes" in row:
         return f"{row['smallest_bytes'] / _MIB:.0f} MiB ({row['smallest_bytes'] / whole['smallest_bytes']:.3f})"
     kept = f"{max(row['first_step_peak_bytes'], row['measured_peak_bytes']) / row['budget_bytes']:.3f}"
     time = "time_ratio" if row["plain_step_s"] else "measured_step_s"
     slower = f"{row[time] / whole[time]:.2f}" if time in whole else "-"
-    return f"{kept if row['within_budget'] else f'**{kept}**'} / {slower} / {row['predicted_overhead']:.3f}"
+    cells = kept if row["within_budget"] else f"**{kept}**", slower, f"{row['predicted_overhead']:.3f}"
+    return f"{' / '.join(cells)} / {row['compile_s']:.0f} s"
 
 
 def solvers_table(result: dict) -> str:

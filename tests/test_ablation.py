@@ -107,16 +107,16 @@ def test_a_table_shows_each_run_beside_the_one_with_nothing_off():
     def rows(off, peak, ratio, smallest):
         key = {"model": "m", "off": off, "limited": False}
         planned = {"budget_bytes": 100, "first_step_peak_bytes": peak, "measured_peak_bytes": 90, "plain_step_s": 1.0}
-        planned |= {"within_budget": peak <= 100, "time_ratio": ratio, "predicted_overhead": 1.25}
+        planned |= {"within_budget": peak <= 100, "time_ratio": ratio, "predicted_overhead": 1.25, "compile_s": 9.6}
         return [
             key | {"budget": "0.5"} | planned,
-            key | {"budget": "near the smallest", "error": "no", "is_refused": True},
+            key | {"budget": "near the smallest", "error": "refused: no plan"},
             key | {"budget": "smallest", "smallest_bytes": smallest * MIB},
         ]
 
     unused = [{"model": "m", "off": "compaction", "limited": False, "budget": "0.5", "unused": True}]
     table = tables.ablation_table({"rows": rows("nothing", 95, 1.0, 40) + rows("slots", 102, 1.1, 50) + unused})
     assert table.splitlines()[2:] == [
-        "| m | nothing | 0.950 / 1.00 / 1.250 | refused | 40 MiB (1.000) |",
-        "| m | slots | **1.020** / 1.10 / 1.250 | refused | 50 MiB (1.250) |",
+        "| m | nothing | 0.950 / 1.00 / 1.250 / 10 s | refused | 40 MiB (1.000) |",
+        "| m | slots | **1.020** / 1.10 / 1.250 / 10 s | refused | 50 MiB (1.250) |",
     ]
