@@ -12,7 +12,8 @@ Whether memory runs out can only be foreseen where it does, so that is switched 
 above the budget, as in `wall.py`. Plain steps have no room there: times are those of planned ones alone.
 
 How often each mechanism acts is counted, apart from where it is switched off, so that one that acts all the same is
-seen. One that never acts with all switched on would change nothing: such a row says "unused".
+seen. One that never acts with all switched on would change nothing: such a row says "unused". Searches are limited in
+time, so that no two end alike: runs with nothing off, once more, say how much differs by chance.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from checkmate_tf.lowering.branches import is_ordered
 from checkmate_tf.planning import guard_blocks as partitions
 from checkmate_tf.step import pipeline
 
-NOTHING = "nothing"  # is switched off
+NOTHING, AGAIN = "nothing", "nothing, once more"  # is switched off
 SMALLEST, HALF, NEAR = "smallest", "0.5", "near the smallest"
 NEAR_FACTOR = 1.03  # times the smallest budget
 KEY = ("model", "off", "budget", "limited")
@@ -150,7 +151,7 @@ class Run:
 
     Attributes:
         model: Name of the case.
-        off: The mechanism that is switched off, or `NOTHING`.
+        off: The mechanism that is switched off, `NOTHING` or `AGAIN`.
         budget: `SMALLEST`, `HALF` or `NEAR`.
         limited: Whether the allocator has a limit just above the budget.
         budget_bytes: The budget; None where the smallest one is sought.
@@ -171,7 +172,7 @@ def main() -> int:
     """Runs each model with each mechanism off and collects the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--off", nargs="+", default=list(MECHANISMS), choices=list(MECHANISMS))
+    parser.add_argument("--off", nargs="+", default=[AGAIN, *MECHANISMS], choices=[AGAIN, *MECHANISMS])
     parser.add_argument("--time-limit", type=float, default=20.0, help="seconds of search for a plan")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "ablation.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -199,7 +200,7 @@ def sweep(model: str, off: list[str], result: ResultFile, time_limit_s: float, c
 
     Args:
         model: Name of the case.
-        off: Names of the mechanisms that are switched off in turn.
+        off: Names of the mechanisms that are switched off in turn, or `AGAIN`.
         result: Takes the rows; those that it has already are not measured again.
         time_limit_s: Of each search for a plan.
         cache_dir: Folder for the measured times of ops.
@@ -212,7 +213,7 @@ def sweep(model: str, off: list[str], result: ResultFile, time_limit_s: float, c
         key = tuple(getattr(run, name) for name in KEY)
         if key not in known:
             whole = {} if off == NOTHING else row_of(NOTHING, budget, limited)
-            unused = whole and not whole["acted"][off]
+            unused = whole and off in MECHANISMS and not whole["acted"][off]
             row = dict(zip(KEY, key, strict=True)) | ({"unused": True} if unused else in_process(run))
             print(json.dumps(row), flush=True)
             result.add([row])
@@ -220,9 +221,11 @@ def sweep(model: str, off: list[str], result: ResultFile, time_limit_s: float, c
         return known[key]
 
     least = row_of(NOTHING, SMALLEST, False)
+    if "error" in least:
+        return
     budgets |= {HALF: least["plain_peak_bytes"] // 2, NEAR: round(NEAR_FACTOR * least["smallest_bytes"])}
     for name in off:
-        limited = MECHANISMS[name].limited
+        limited = name in MECHANISMS and MECHANISMS[name].limited
         for budget in (HALF, NEAR) if limited else budgets:
             row_of(name, budget, limited)
 
@@ -248,19 +251,27 @@ def work(run: Run) -> dict:
     plain = None if run.limited else Stepper(train_function(model), batch)
     row = {} if plain is None else {"plain_peak_bytes": max(plain.peaks()[1:])}
     with switched_off(run.off) as acted:
-        if run.budget_bytes is None:
-            least = checkmate_tf.minimum_budget(model, spec, cache_dir=run.cache_dir)
-            row |= {"smallest_bytes": least.budget_bytes, "predicted_overhead": least.predicted_overhead}
-        else:
-            options = {"input_spec": spec, "cache_dir": run.cache_dir, "time_limit_s": run.time_limit_s}
-            row["budget_bytes"] = run.budget_bytes
-            try:
-                row |= measure(model, batch, plain, run.budget_bytes, options, STEPS, MEASURED_S)
-            except checkmate_tf.CheckmateError as error:
-                row["error"] = f"refused: {error}"
-            except tf.errors.ResourceExhaustedError as error:
-                row["error"] = f"ran out of memory: {error.message}"
+        try:
+            row |= smallest(run, model, spec) if run.budget_bytes is None else planned(run, model, batch, spec, plain)
+        except (checkmate_tf.InfeasibleBudget, checkmate_tf.NoScheduleFound) as error:
+            row["error"] = f"refused: {error}"
+        except (checkmate_tf.CheckmateError, tf.errors.ResourceExhaustedError) as error:
+            row["error"] = f"failed: {error} ({error.__cause__!r})"
     return row | {"acted": dict(acted)}
+
+
+def smallest(run: Run, model, spec) -> dict:
+    """The smallest budget that is found."""
+    least = checkmate_tf.minimum_budget(model, spec, cache_dir=run.cache_dir, verbose=False)
+    return {"smallest_bytes": least.budget_bytes, "predicted_overhead": least.predicted_overhead}
+
+
+def planned(run: Run, model, batch, spec, plain: Stepper | None) -> dict:
+    """Planned steps within the budget, beside plain ones if there is room for those."""
+    options = {"input_spec": spec, "cache_dir": run.cache_dir, "time_limit_s": run.time_limit_s}
+    options |= {"on_unplanned": "raise", "verbose": False}
+    measured = measure(model, batch, plain, run.budget_bytes, options, STEPS, MEASURED_S)
+    return {"budget_bytes": run.budget_bytes, **measured}
 
 
 if __name__ == "__main__":

@@ -89,11 +89,11 @@ def runs(monkeypatch):
 
 
 def test_a_sweep_has_no_run_twice_and_none_of_what_never_acts(runs, tmp_path):
-    off = ["reserved slots", "compaction", "out-of-memory prediction"]
+    off = [ablation.AGAIN, "reserved slots", "compaction", "out-of-memory prediction"]
     for _ in range(2):
         result = ResultFile(tmp_path / "r.json", {}, ablation.KEY)
         ablation.sweep("MobileNet", off, result, 1.0, str(tmp_path))
-    assert len(runs) == len({dataclasses.astuple(run) for run in runs}) == 6 + 4
+    assert len(runs) == len({dataclasses.astuple(run) for run in runs}) == 9 + 4
     assert {(run.budget, run.budget_bytes) for run in runs} == {
         (ablation.SMALLEST, None),
         (ablation.HALF, 500),
