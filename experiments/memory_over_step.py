@@ -56,12 +56,13 @@ def main() -> int:
 
 def run_model(name: str, time_limit_s: float) -> list[dict]:
     """The curves of one model; runs in the worker process."""
+    from models import CASES
     from real_steps import prepared, timed, train_function
 
     from checkmate_tf.keras import train_step
     from checkmate_tf.step.pipeline import Settings
 
-    model, batch, spec = prepared(name)
+    model, batch, spec = prepared(CASES[name])
     function = train_function(model)
     _, plain_peak = timed(function, batch, 1)
 

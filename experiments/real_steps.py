@@ -7,7 +7,7 @@ import time
 import keras
 import numpy as np
 import tensorflow as tf
-from models import CASES
+from models import Case
 
 import checkmate_tf
 
@@ -25,11 +25,12 @@ def device_name() -> str:
     return tf.config.experimental.get_device_details(gpus[0])["device_name"] if gpus else "CPU"
 
 
-def prepared(name: str) -> tuple[keras.Model, tuple[tf.Tensor, tf.Tensor], tuple[tf.TensorSpec, tf.TensorSpec]]:
+def prepared(
+    case: Case, reserved: int | str = RESERVED
+) -> tuple[keras.Model, tuple[tf.Tensor, tf.Tensor], tuple[tf.TensorSpec, tf.TensorSpec]]:
     """The compiled model of a case, its batch and the batch's signature, with the allocator's memory reserved."""
-    checkmate_tf.reserve(RESERVED)
+    checkmate_tf.reserve(reserved)
     keras.utils.set_random_seed(0)
-    case = CASES[name]
     model = case.build()
     x, y = (tf.constant(part) for part in case.batch(np.random.default_rng(0)))
     return model, (x, y), (tf.TensorSpec(x.shape, x.dtype), tf.TensorSpec(y.shape, y.dtype))

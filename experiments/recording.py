@@ -9,6 +9,8 @@ import pathlib
 import platform
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 
 from checkmate_tf import _cpu_memory
@@ -87,20 +89,28 @@ def write_result(path: pathlib.Path, rows: list[dict], settings: dict, packages:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def run_worker(script: str, arguments: Sequence[str]) -> list[dict]:
+def run_worker(script: str, arguments: Sequence[str], limit_s: float = threading.TIMEOUT_MAX) -> list[dict]:
     """Runs a script in a fresh process, shows what it prints, and returns the rows that it sends by `send_rows`.
 
     Raises:
         SystemExit: The process failed.
+        subprocess.TimeoutExpired: It was not done after `limit_s` seconds, and was ended.
     """
-    process = subprocess.Popen([sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True)
     rows = []
-    for line in process.stdout:
-        if line.startswith("RESULT "):
-            rows = json.loads(line.removeprefix("RESULT "))
-        else:
-            print(line, end="", flush=True)
-    if process.wait():
+    until_s = time.monotonic() + limit_s
+    with subprocess.Popen([sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        end = threading.Timer(limit_s, process.kill)
+        end.daemon = True  # an interrupted experiment does not wait for it
+        end.start()
+        for line in process.stdout:
+            if line.startswith("RESULT "):
+                rows = json.loads(line.removeprefix("RESULT "))
+            else:
+                print(line, end="", flush=True)
+    end.cancel()
+    if time.monotonic() > until_s:
+        raise subprocess.TimeoutExpired(process.args, limit_s)
+    if process.returncode:
         raise SystemExit(f"{script} {' '.join(arguments)} failed with exit status {process.returncode}")
     return rows
 

@@ -24,6 +24,9 @@ _TIGHT = 0.5  # budgets below have columns of their own
 _RATIO_GRAPHS = ("VGG16", "MobileNet", "unet_rt", "ResNet50")  # as in Checkmate's table 2
 
 
+_NOTHING_OFF, _ABLATION_BUDGETS = "nothing", ("0.5", "near the smallest")
+
+
 def measured_table(result: dict) -> str:
     """Every row of `within_budget.py`: of each model, the largest budget first."""
     lines = [
@@ -159,6 +162,40 @@ def _error(distance: float | None) -> str:
     return "-" if distance is None else f"{distance:.1g}"
 
 
+def ablation_table(result: dict) -> str:
+    """Every model of `ablation.py` with all mechanisms and without each one, at both budgets, and its smallest one."""
+    rows = {(row["model"], row["off"], row["limited"], row["budget"]): row for row in result["rows"]}
+    lines = [f"| model | off | {' | '.join(_ABLATION_BUDGETS)} | smallest budget |", "|---|---|---|---|---|"]
+    for model, off, limited in dict.fromkeys(key[:3] for key in rows):
+        pairs = [
+            (rows.get((model, off, limited, budget)), rows.get((model, _NOTHING_OFF, limited, budget)))
+            for budget in (*_ABLATION_BUDGETS, "smallest")
+        ]
+        if all(row is None or "unused" in row for row, _ in pairs):
+            continue
+        *planned, smallest = (_ablation_cell(row, whole) for row, whole in pairs)
+        what = f"{off}, at a limit" if limited else off
+        lines.append(f"| {model} | {what} | {' | '.join(planned)} | {smallest} |")
+    return "\n".join(lines)
+
+
+def _ablation_cell(row: dict | None, whole: dict | None) -> str:
+    """A row beside that of the same run with all mechanisms."""
+    if row is None or whole is None:
+        return ""
+    if "unused" in row:
+        return "unused"
+    if "error" in row:
+        return row["error"].partition(":")[0]
+    if "smallest_bytes" in row:
+        return f"{row['smallest_bytes'] / _MIB:.0f} MiB ({row['smallest_bytes'] / whole['smallest_bytes']:.3f})"
+    kept = f"{max(row['first_step_peak_bytes'], row['measured_peak_bytes']) / row['budget_bytes']:.3f}"
+    time = "time_ratio" if row["plain_step_s"] else "measured_step_s"
+    slower = f"{row[time] / whole[time]:.2f}" if time in whole else "-"
+    cells = kept if row["within_budget"] else f"**{kept}**", slower, f"{row['predicted_overhead']:.3f}"
+    return f"{' / '.join(cells)} / {row['compile_s']:.0f} s"
+
+
 def solvers_table(result: dict) -> str:
     """One row per graph of `solvers.py`: what `auto` found at each budget, and in which time."""
     lines = ["| graph | nodes | budget | extra cost | proven gap | seconds |", "|---|---|---|---|---|---|"]
@@ -237,6 +274,7 @@ TABLES = {
     "xla": (RESULTS / "gpu.json", gpu_table),
     "programs": (RESULTS / "xla_programs.json", programs_table),
     "peers": (RESULTS / "peers.json", peers_table),
+    "ablation": (RESULTS / "ablation.json", ablation_table),
     "solvers": (RESULTS / "solvers.json", solvers_table),
     "ratios": (RESULTS / "solvers.json", ratios_table),
 }

@@ -82,11 +82,12 @@ def simulate(name: str, strategies: list[str], fractions: list[float], time_limi
         time_limit_s: Seconds of search per point.
         kept: File that holds the points until all are there.
     """
+    from models import CASES
     from real_steps import prepared
 
     import checkmate_tf
 
-    model, _, spec = prepared(name)
+    model, _, spec = prepared(CASES[name])
     curve = checkmate_tf.tradeoff_curve(
         model, spec, budgets=fractions, strategies=strategies, time_limit_s=time_limit_s, path=kept, verbose=False
     )
@@ -101,11 +102,12 @@ def simulate(name: str, strategies: list[str], fractions: list[float], time_limi
 
 def measure(name: str, strategies: list[str], fractions: list[float], time_limit_s: float) -> list[dict]:
     """Real steps of one model at some points, each a block between two blocks of plain ones; in the worker."""
+    from models import CASES
     from real_steps import prepared, timed, train_function
 
     import checkmate_tf
 
-    model, batch, spec = prepared(name)
+    model, batch, spec = prepared(CASES[name])
     plain = train_function(model)
     rows = []
     before_s, plain_peak = timed(plain, batch, _STEPS)

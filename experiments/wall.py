@@ -25,7 +25,7 @@ from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 
 MODELS = ("MobileNet 96", "small U-Net", "small Transformer")
 MARGIN = 0.03  # of the budget, between it and the limit: for what planning holds meanwhile, and the batch in the making
-_FIRST_BYTES = 2 << 20  # of the limit, which TensorFlow may have taken before
+FIRST_BYTES = 2 << 20  # of the limit, which TensorFlow may have taken before
 BELOW = 0.94  # of the least budget, where the sweep ends
 TRAINING_STEPS = 5
 TIME_LIMIT_S = 10.0
@@ -80,7 +80,7 @@ def walled(name: str, limit_mib: int, budget_bytes: int, plain_losses: list[floa
     from checkmate_tf.errors import CheckmateError
 
     start = time.perf_counter()
-    checkmate_tf.reserve((limit_mib << 20) - _FIRST_BYTES)
+    checkmate_tf.reserve((limit_mib << 20) - FIRST_BYTES)
     model, data = case(name)
     before = model.get_weights()
     checkmate_tf.compile(model, budget_bytes, time_limit_s=TIME_LIMIT_S, cache_dir=cache_dir, verbose=False)
@@ -108,12 +108,22 @@ def walled(name: str, limit_mib: int, budget_bytes: int, plain_losses: list[floa
     return {**outcome, "seconds": time.perf_counter() - start}
 
 
-def in_process(limit_mib: int | None, *arguments: str) -> dict:
-    """What a worker says, whose allocator has a limit."""
+def limit_workers(limit_mib: int | None) -> None:
+    """Has workers that start from now on use an allocator that counts every tensor, with a limit or without."""
     os.environ |= {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     os.environ.pop("TF_CPU_BFC_MEM_LIMIT_IN_MB", None)
     if limit_mib is not None:
         os.environ["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(limit_mib)
+
+
+def limit_above(budget_bytes: int) -> int:
+    """MiB of the limit for a budget."""
+    return -(-round((1 + MARGIN) * budget_bytes) // _MIB)
+
+
+def in_process(limit_mib: int | None, *arguments: str) -> dict:
+    """What a worker says, whose allocator has a limit."""
+    limit_workers(limit_mib)
     (row,) = run_worker(__file__, ["--worker", *arguments])
     return row
 
@@ -126,7 +136,7 @@ def sweep(name: str, steps: int) -> list[dict]:
         highest, lowest = without["plain_peak_bytes"], round(BELOW * without["least_bytes"])
         for k in range(steps + 1):
             budget = highest - (highest - lowest) * k // steps
-            limit_mib = -(-round((1 + MARGIN) * budget) // _MIB)
+            limit_mib = limit_above(budget)
             what = name, str(limit_mib), str(budget), json.dumps(without["losses"]), cache_dir
             found = in_process(limit_mib, "walled", *what)
             rows.append({"model": name, "limit_mib": limit_mib, "budget_bytes": budget, **without, **found})

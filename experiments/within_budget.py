@@ -195,23 +195,32 @@ class Stepper:
         return found
 
 
-def alternate(steppers: Sequence[Stepper], steps: int) -> list[list[float]]:
-    """Seconds of each kind of step, one of each in turn.
+def alternate(steppers: Sequence[Stepper], steps: int, measured_s: float = MEASURED_S) -> list[list[float]]:
+    """Seconds of each kind of step, one of each in turn, of at least so many until so much time is up.
 
     Memory is not looked at: a plan keeps its budget from where compiling has left the variables.
     """
     for stepper in steppers:
         stepper.step()  # to warm up
     rounds: list[list[float]] = []
-    while len(rounds) < steps or (len(rounds) < MOST_ROUNDS and sum(map(sum, rounds)) < MEASURED_S):
+    while len(rounds) < steps or (len(rounds) < MOST_ROUNDS and sum(map(sum, rounds)) < measured_s):
         rounds.append([stepper.step() for stepper in steppers])
     return [list(seconds) for seconds in zip(*rounds, strict=True)]
 
 
-def measure(model, batch, plain: Stepper, budget_bytes: int, options: dict, steps: int) -> dict:
+def measure(
+    model,
+    batch,
+    plain: Stepper | None,
+    budget_bytes: int,
+    options: dict,
+    steps: int,
+    measured_s: float = MEASURED_S,
+) -> dict:
     """Planned steps after compiling as a user would, for their peaks, then plain and planned ones in turn.
 
-    (Plain steps scatter the variables over the allocator's memory; compiling moves them together.)
+    (Plain steps scatter the variables over the allocator's memory; compiling moves them together.) Where there is no
+    memory for plain ones, planned ones alone.
     """
     import checkmate_tf
 
@@ -222,18 +231,20 @@ def measure(model, batch, plain: Stepper, budget_bytes: int, options: dict, step
     planned = Stepper(model.train_function, batch)
     first_peak, *peaks = planned.peaks()
     report = checkmate_tf.report(model)
-    seconds = alternate((plain, planned), steps)
-    plain_step_s, planned_step_s = map(statistics.median, seconds)
+    seconds = alternate((planned,) if plain is None else (plain, planned), steps, measured_s)
+    plain_step_s = None if plain is None else statistics.median(seconds[0])
+    planned_step_s = statistics.median(seconds[-1])
     checkmate_tf.restore(model)
     return {
         "predicted_peak_bytes": report.predicted_peak_bytes,
         "first_step_peak_bytes": first_peak,
         "measured_peak_bytes": max(peaks),
+        "trials": len(report.trial_peaks_bytes),
         "within_budget": max(first_peak, *peaks) <= budget_bytes,
         "measured_steps": len(seconds[0]),
         "plain_step_s": plain_step_s,
         "measured_step_s": planned_step_s,
-        "time_ratio": planned_step_s / plain_step_s,
+        "time_ratio": None if plain is None else planned_step_s / plain_step_s,
         "microbatches": report.microbatches,
         "predicted_overhead": report.predicted_overhead,
         "gap": report.gap,

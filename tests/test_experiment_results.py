@@ -115,6 +115,11 @@ SCHEMAS = {
         "budget_bytes plain_peak_bytes least_bytes outcome why seconds",
         settings="margin training_steps time_limit_s",
     ),
+    "ablation": Schema(
+        ("model", "off", "budget", "limited"),
+        "",
+        settings="near_factor limit_margin takes_away",
+    ),
     "solvers": Schema(
         ("graph", "budget", "strategy", "time_limit_s"),
         "n budget_bytes status cost peak_bytes lower_bound bound_of gap_percent judged seconds history",

@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 
 import feature_maps
 import heuristics
@@ -172,6 +173,15 @@ def test_a_result_goes_on_where_a_run_with_the_same_settings_ended(tmp_path):
     assert content["rows"] == [{"k": 1, "v": 1}, {"k": 2, "v": 2}]
     assert content["settings"] == {"s": [1]}
     assert {"cpu", "cores", "python", "ortools", "numpy"} <= content["environment"].keys()
+
+
+def test_a_worker_sends_rows_and_is_ended_after_its_time(tmp_path, capfd):
+    script = tmp_path / "worker.py"
+    script.write_text("import sys, time; print('RESULT [{}]'); print('said', flush=True); time.sleep(int(sys.argv[1]))")
+    assert recording.run_worker(str(script), ["0"]) == [{}]
+    assert capfd.readouterr().out == "said\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        recording.run_worker(str(script), ["60"], limit_s=0.5)
 
 
 @pytest.mark.parametrize("part", ["settings", "environment"])
