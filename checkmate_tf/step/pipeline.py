@@ -81,8 +81,8 @@ class ProfiledStep:
         chosen: Names of the ops at which alternatives are taken, or `OWN`: the model's own ops everywhere.
         in_training: Training goes on, with other batches: planning takes no more memory than the budget then, so that
             nothing is moved, no room is made, and no plan is played that takes more.
-        before_trial: Where steps differ, as those do that accumulate gradients: sets the variables so that the next
-            steps are of all kinds. What it changes is put back.
+        before_trial: Where steps differ, as those do that accumulate gradients: sets variables so that the next steps
+            are of all kinds, and returns what puts them back.
         layers: Names of the layers of the model whose step it is, for what is said of it.
     """
 
@@ -94,7 +94,7 @@ class ProfiledStep:
         chosen: frozenset[str] | None = NONE,
         *,
         in_training: bool = False,
-        before_trial: Callable[[], None] = lambda: None,
+        before_trial: Callable[[], Callable[[], None]] = lambda: lambda: None,
         layers: Container[str] = (),
     ):
         self.settings = settings

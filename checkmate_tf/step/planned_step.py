@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -336,12 +337,17 @@ class PlannedStep:
             The highest peak in bytes, None where memory ran out; and what the last run returned, if that counts.
         """
         before = effects.Snapshot(self._profiled.traced)
-        self._profiled.before_trial()
+        undo = self._profiled.before_trial()
+
+        def put_back() -> None:
+            undo()
+            before.restore()
+
         highest = 0
         for left in reversed(range(self._trial_runs)):
             is_kept = False
             if not left:
-                self._start_again(before)
+                self._start_again(put_back)
             self._before_bytes = devices.in_use_bytes(self._profiled.device)
             try:
                 devices.reset_peak(self._profiled.device)
@@ -349,7 +355,7 @@ class PlannedStep:
                 highest = max(highest, devices.peak_bytes(self._profiled.device))
                 is_kept = counts and not left and highest <= self.budget_bytes
             except BaseException as error:
-                before.restore()
+                put_back()
                 if is_out_of_memory(error):
                     return None, None
                 raise
@@ -361,7 +367,7 @@ class PlannedStep:
                 break
             if can_move:
                 batch.append(move_to_slots(batch, self._profiled.device))
-        self._start_again(before)
+        self._start_again(put_back)
         return highest, None
 
     @property
@@ -370,9 +376,9 @@ class PlannedStep:
             return self._MEASURED_RUNS
         return self._TRIAL_RUNS + self._may_update_later
 
-    def _start_again(self, before: effects.Snapshot) -> None:
+    def _start_again(self, put_back: Callable[[], None]) -> None:
         """Undoes all that runs of a trial have written, and what they drew."""
-        before.restore()
+        put_back()
         if self._draws_in_kernels:
             self._function = self._profiled.build(self.candidate)
 

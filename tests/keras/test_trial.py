@@ -13,6 +13,7 @@ from keras import layers
 from keras_models import BATCH, compiled, images, sequential
 
 import checkmate_tf
+from checkmate_tf._tf_internals import steps_taken
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.device_memory.allocation_replay import address
 from checkmate_tf.errors import NoScheduleFound
@@ -105,6 +106,17 @@ def test_a_step_that_updates_where_no_gradient_overflows_is_tried_updating_and_l
     checkmate_tf.compile(model, "1GiB", input_spec=spec_of(x, y), **options)
     assert any(updates)
     assert bits(model)[: len(before)] == before
+
+
+def test_what_the_step_does_not_write_is_put_back_too(options):
+    """A step that adds gradients up does not count; neither does an optimizer that the step does not use."""
+    model = compiled(sequential(depth=2, dropout=0))
+    model.other = keras.optimizers.Adam(gradient_accumulation_steps=4)
+    model.other.build(model.trainable_variables)
+    checkmate_tf.compile(model, "1GiB", **options)
+    for _ in range(2):
+        model.train_on_batch(*images(BATCH))
+    assert steps_taken(model.other).numpy() == 0
 
 
 def too_much(monkeypatch, times):

@@ -33,8 +33,8 @@ def for_a_gpu(monkeypatch):
         named.properties.frequency, named.properties.bandwidth = 1000, 1 << 30
         named.properties.environment["architecture"] = "9.0"
         devices.append(named)
-    optimize, known = tracing.tf_optimizer.OptimizeGraph, cluster.Cluster(devices=devices)
-    monkeypatch.setattr(tracing.tf_optimizer, "OptimizeGraph", lambda *args: optimize(*args, cluster=known))
+    optimize, known = tracing.OptimizeGraph, cluster.Cluster(devices=devices)
+    monkeypatch.setattr(tracing, "OptimizeGraph", lambda *args: optimize(*args, cluster=known))
     monkeypatch.setattr(device, "name_of", lambda _: GPU)
 
 

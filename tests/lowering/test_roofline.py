@@ -61,4 +61,4 @@ def test_rates_are_a_machine_s():
         *(speed.flops_per_s(kind, tf.float32) for kind in ("product", "convolution", "depthwise")),
     ]
     assert np.all(np.isfinite(found))
-    assert min(found) > 1e8
+    assert min(found) > 1e7  # a tenth of what a core of a busy machine was seen to have
