@@ -99,5 +99,5 @@ CASES = {
         128,
         16,
     ),
-    "unrolled LSTM": Case(lambda: _unrolled_lstm(24, 256), _classified((24, 256), 128), 128),
+    "unrolled LSTM": Case(lambda: _unrolled_lstm(64, 256), _classified((64, 256), 64), 64),
 }
