@@ -94,9 +94,20 @@ def test_a_step_above_its_budget_is_planned_with_as_much_less():
     step, _ = stubbed(None, None)
     step._profiled.planner.verified = lambda candidate, limit: limits.append(limit) or candidate
     ready(step)
-    step._plan_again(107)
+    step._plan_again(107, of_others_bytes=0)
     ready(step)
     assert (limits[0], limits[-1]) == (100, 100 - 17)
+
+
+def test_what_others_hold_is_not_taken_off_twice():
+    """The allocator holds it while plans are played."""
+    limits = []
+    step, _ = stubbed(None, None)
+    step._profiled.planner.verified = lambda candidate, limit: limits.append(limit) or candidate
+    ready(step)
+    step._plan_again(107, of_others_bytes=10)
+    ready(step)
+    assert (limits[0], limits[-1]) == (100, 100 - 7)
 
 
 def test_where_no_other_plan_is_found_memory_is_divided_again_for_the_last_one():
@@ -105,4 +116,5 @@ def test_where_no_other_plan_is_found_memory_is_divided_again_for_the_last_one()
     step._profiled.divide = lambda partition: [("divided for", partition)]
     ready(step)
     assert step._guard_blocks == [("divided for", ())]
-    assert step._notes == ["no plan keeps the budget with what was measured; the last one stays."]
+    assert step._notes == [step.warning]
+    assert "steps may take more than their budget of 100 B" in step.warning

@@ -93,7 +93,7 @@ def rows_of(input_spec) -> int:
     leaves = [leaf for leaf in tf.nest.flatten(input_spec) if leaf is not None]
     shapes = [tuple(_static(leaf.shape)) for leaf in leaves if hasattr(leaf, "shape")]
     counts = {shape[0] if shape else None for shape in shapes}
-    if len(shapes) != len(leaves) or len(counts) != 1 or counts & {None, 0}:
+    if len(shapes) != len(leaves) or len(counts) != 1 or None in counts:
         raise ModelError(
             "every tensor of the batch must have the batch size as its first dimension, so that its size can be "
             f"changed; got shapes {[list(shape) for shape in shapes]}."

@@ -110,6 +110,7 @@ def test_dicts_with_weights_shared_nested_layers_and_two_outputs(train_alike):
     assert {"kind_accuracy", "size_mae"} <= models[1].get_metrics_result().keys()
 
 
+@pytest.mark.slow
 def test_tuple_inputs(train_alike):
     def build():
         inputs = keras.Input((SIZE, SIZE, 3)), keras.Input((SIZE, SIZE, 3))
@@ -160,6 +161,7 @@ def test_regularization_losses_and_frozen_layers(train_alike):
     assert len(models[1].layers[-1].losses) == 2
 
 
+@pytest.mark.slow
 def test_absent_targets_in_a_generator(train_alike):
     """Keras hands None through tf.data as an empty tf.experimental.Optional."""
 

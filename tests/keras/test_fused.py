@@ -103,6 +103,7 @@ def test_attention_that_is_computed_again_gives_the_weights_of_plain_keras(optio
     assert any("softmax_dropout" in name for name in report.recomputed)
 
 
+@pytest.mark.slow
 def test_a_fraction_is_of_the_peak_of_the_step_without_rules(options):
     reports = []
     for implementations in ("exact", "fused"):

@@ -125,7 +125,7 @@ def test_what_others_hold_beside_the_step_does_not_have_it_planned_again(options
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("part", [0.15, 1.0])
+@pytest.mark.parametrize("part", slow_but([1.0], [0.15, 1.0]))
 def test_what_others_hold_for_good_counts(options, part):
     """As arrays for validation do, which Keras keeps from the first epoch on."""
     model = compiled(sequential(depth=4, dropout=0))

@@ -142,7 +142,14 @@ def test_a_cap_that_means_nothing_is_refused(cap):
         checkmate_tf.max_batch_size(None, 0.5, spec(), max_overhead=cap)
 
 
-@pytest.mark.parametrize("shapes", [((4, 8), (3,)), ((4, 8), ()), ((0, 8), (0,))])
-def test_a_batch_without_one_number_of_rows_is_refused(shapes):
-    with pytest.raises(ModelError, match="batch size as its first dimension"):
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((4, 8), (3,)), "batch size as its first dimension"),
+        (((4, 8), ()), "batch size as its first dimension"),
+        (((0, 8), (0,)), "an empty batch"),
+    ],
+)
+def test_a_batch_without_one_number_of_rows_is_refused(shapes, message):
+    with pytest.raises(ModelError, match=message):
         checkmate_tf.max_batch_size(convnet(), 0.5, tuple(tf.TensorSpec(shape) for shape in shapes))

@@ -131,6 +131,7 @@ def too_much(monkeypatch, times):
     return seen
 
 
+@pytest.mark.alone
 def test_a_step_that_takes_too_much_in_its_trial_is_planned_again_before_it_trains(options, monkeypatch):
     plain, model = built(dropout=0), built(dropout=0)
     x, y = images(BATCH)

@@ -150,6 +150,7 @@ def test_the_model_is_left_as_it_was(cached):
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was_after_an_error(cached, monkeypatch):
     def fails(*_):
         raise KeyError("no such op")
