@@ -184,6 +184,7 @@ def test_absent_targets_in_a_generator(train_alike):
     train_alike(build, lambda model: model.fit(batches(), shuffle=False, steps_per_epoch=3, epochs=1, verbose=0))
 
 
+@pytest.mark.slow
 def test_lstm_loop():
     """In a process of its own, as are the budgets of loops in test_promise.py, and for the same reason."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", str(HERE / "alone_with_a_loop.py")]

@@ -73,6 +73,7 @@ def train(model: keras.Model) -> keras.Model:
     return model
 
 
+@pytest.mark.slow
 def test_five_steps_give_the_weights_of_plain_keras(options):
     plain, (fused, _) = train(conv_net()), train_tightly(conv_net, train, 0.7, implementations="fused", **options)
     assert_same_weights(plain, fused)

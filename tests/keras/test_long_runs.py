@@ -101,7 +101,7 @@ def graphs() -> int:
     return sum(isinstance(one, tf.Graph) for one in gc.get_objects())
 
 
-@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("recurrent", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_shape_keeps_a_graph(recurrent, options):
     """Each shape of the batch kept 97 MiB of a MobileNet's step: its graph as traced, and as simplified."""
     if recurrent:

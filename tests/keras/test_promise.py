@@ -157,8 +157,8 @@ def test_what_others_hold_for_good_counts(options, part):
     "optimizer",
     [
         lambda: keras.optimizers.SGD(0.01, momentum=0.9),
-        lambda: keras.optimizers.RMSprop(0.001),
-        lambda: keras.optimizers.Lion(0.001, global_clipnorm=1.0),
+        pytest.param(lambda: keras.optimizers.RMSprop(0.001), marks=pytest.mark.slow),
+        pytest.param(lambda: keras.optimizers.Lion(0.001, global_clipnorm=1.0), marks=pytest.mark.slow),
     ],
     ids=["momentum", "RMSprop", "Lion"],
 )
