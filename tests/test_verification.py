@@ -89,25 +89,16 @@ def test_a_step_that_nothing_keeps_within_the_budget_is_refused():
         ready(step)
 
 
-def test_a_step_above_its_budget_is_planned_with_as_much_less():
+@pytest.mark.parametrize(("of_others_bytes", "less"), [(0, 17), (10, 7)], ids=["alone", "beside-others"])
+def test_a_step_above_its_budget_is_planned_with_as_much_less(of_others_bytes, less):
+    """What others hold the allocator holds while plans are played: it is not taken off once more."""
     limits = []
     step, _ = stubbed(None, None)
     step._profiled.planner.verified = lambda candidate, limit: limits.append(limit) or candidate
     ready(step)
-    step._plan_again(107, of_others_bytes=0)
+    step._plan_again(107, of_others_bytes)
     ready(step)
-    assert (limits[0], limits[-1]) == (100, 100 - 17)
-
-
-def test_what_others_hold_is_not_taken_off_twice():
-    """The allocator holds it while plans are played."""
-    limits = []
-    step, _ = stubbed(None, None)
-    step._profiled.planner.verified = lambda candidate, limit: limits.append(limit) or candidate
-    ready(step)
-    step._plan_again(107, of_others_bytes=10)
-    ready(step)
-    assert (limits[0], limits[-1]) == (100, 100 - 7)
+    assert (limits[0], limits[-1]) == (100, 100 - less)
 
 
 def test_where_no_other_plan_is_found_memory_is_divided_again_for_the_last_one():
