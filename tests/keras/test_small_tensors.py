@@ -29,6 +29,21 @@ def test_a_step_of_which_nothing_is_counted_is_not_refused(options, most_bytes):
     assert report.measured_peak_bytes <= report.budget_bytes
 
 
+@pytest.mark.skipif(not onednn_is_on(), reason="all tensors are counted")
+@pytest.mark.parametrize("width", [100, 1000])
+def test_the_report_says_what_is_not_counted(options, width):
+    """Each 100 x 100 matrix of float64, and the two slots of each, takes 80,000 bytes; 1000 x 1000 ones are counted."""
+    model = keras.Sequential([keras.Input((width,)), *(layers.Dense(width, use_bias=False) for _ in range(3))])
+    model.compile("adam", "mse")
+    report = trained(model, (np.ones((100, width)), np.ones((100, width))), "1GiB", options)
+    notes = [note for note in report.notes if "counts no tensor below 256.00 KiB" in note]
+    if width == 100:
+        (note,) = notes
+        assert "703.1" in note  # KiB: nine of these
+    else:
+        assert not notes
+
+
 @pytest.mark.slow
 def test_an_unrolled_layer_trains_in_half_of_what_it_takes(options):
     """All of its values took 32 KiB: they were kept, and half was refused."""
