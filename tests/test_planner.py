@@ -64,7 +64,7 @@ def test_a_tight_budget_is_held_and_costs_time(reported, share):
     name, plans = reported
     plain = plans.store_all()
     budget = int(share * plain.peak_bytes)
-    candidate = plans.plan(budget, time_limit_s=10)
+    candidate = plans.plan(budget, time_limit_s=60)  # it ends by itself, soon unless the machine is busy
     assert candidate.peak_bytes <= budget
     assert candidate.peak_bytes == REPORTS[name](plans.tensor_peak(candidate))
     assert candidate.plan.recomputed()
@@ -72,7 +72,7 @@ def test_a_tight_budget_is_held_and_costs_time(reported, share):
     validate(candidate.op_graph, candidate.plan, candidate.memory, budget - BASE)
     costs = [cost for _, cost in candidate.history]
     assert costs == sorted(costs, reverse=True), "each plan in the history is cheaper than those before"
-    assert candidate.time_s <= min(costs, default=candidate.time_s)
+    assert candidate.time_s <= costs[-1]
     seconds, bounds = zip(*candidate.bounds, strict=True)
     assert list(seconds) == sorted(set(seconds)), "bounds come one after the other"
     assert list(bounds) == sorted(set(bounds)), "and rise"

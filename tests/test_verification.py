@@ -107,5 +107,5 @@ def test_where_no_other_plan_is_found_memory_is_divided_again_for_the_last_one()
     step._profiled.divide = lambda partition: [("divided for", partition)]
     ready(step)
     assert step._guard_blocks == [("divided for", ())]
-    assert step._notes == [step.warning]
+    assert step.notes == [step.warning]
     assert "steps may take more than their budget of 100 B" in step.warning

@@ -12,7 +12,7 @@ from checkmate_tf._tf_internals import is_jit_compiled
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.errors import ModelError, StepError
 from checkmate_tf.keras import batch
-from checkmate_tf.keras.unplanned import Guard, Unplanned
+from checkmate_tf.keras.unplanned import WITHOUT_XLA, Guard, Unplanned
 from checkmate_tf.lowering import xla
 from checkmate_tf.reports.report import Report
 from checkmate_tf.step.pipeline import ProfiledStep, Settings
@@ -51,7 +51,7 @@ class PlannedFunction:
         has_xla = _is_tf_function(step) and is_jit_compiled(step)
         self._is_for_xla = has_xla and xla.keeps_barriers(devices.name_of([tf.zeros(())]))
         if has_xla and not self._is_for_xla:
-            self._unplanned.note("jit_compile is not used: on a CPU XLA would undo the order of the planned step.")
+            self._unplanned.note(WITHOUT_XLA)
         arguments = batch.zeros_of(tuple(input_spec))
         self._signature = batch.signature(arguments)
         self._planned = self._plan(arguments, settings)

@@ -14,7 +14,7 @@ from checkmate_tf._tf_internals import compilation
 from checkmate_tf.errors import CheckmateError, ModelError, StepError
 from checkmate_tf.keras import batch
 from checkmate_tf.keras.batch_steps import AnyStep, BatchSteps, check_trainable, is_overridden
-from checkmate_tf.keras.unplanned import Guard, Unplanned, is_refusal, planning_error
+from checkmate_tf.keras.unplanned import WITHOUT_XLA, Guard, Unplanned, is_refusal, planning_error
 from checkmate_tf.planning.implementation_selection import NONE
 from checkmate_tf.reports.report import Report
 from checkmate_tf.step.pipeline import ProfiledStep, Settings
@@ -151,8 +151,8 @@ class PlannedTraining:
             return Report(notes=(*self._unplanned.notes, "no batch is planned."))
         largest = max(planned, key=lambda step: step.candidate.peak_bytes)
         report = largest.report()
-        notes = [note for step in planned if step is not largest for note in step.report().notes]
-        more = dict.fromkeys([*notes, *self._unplanned.notes])
+        of_others = [note for step in planned if step is not largest for note in step.notes]
+        more = dict.fromkeys([*of_others, *self._unplanned.notes])
         return report.with_notes(note for note in more if note not in report.notes)
 
     def is_planned(self) -> bool:
@@ -236,10 +236,7 @@ class PlannedTraining:
             raise
         self._plain = self._plain_function(with_xla=not is_planned or self._batches.is_for_xla())
         if is_planned and model.jit_compile and not self._batches.is_for_xla():
-            self._unplanned.note(
-                "jit_compile is not used: on a CPU XLA would undo the order of the planned step. A budget that is a "
-                "fraction is of what the step takes without XLA."
-            )
+            self._unplanned.note(WITHOUT_XLA)
         model.train_function = self._train if is_planned else self._plain
         return model.train_function
 

@@ -26,6 +26,11 @@ _log = logging.getLogger(__name__)
 
 _NOT_THE_CALLER = frozenset({"checkmate_tf", "contextlib", "copy", "keras", "tensorflow"})
 
+WITHOUT_XLA = (
+    "jit_compile is not used: on a CPU XLA would undo the order of the planned step. A budget that is a fraction is of "
+    "what the step takes without XLA."
+)
+
 WARN, RAISE = "warn", "raise"
 ON_UNPLANNED = (WARN, RAISE)
 

@@ -80,7 +80,7 @@ class PlannedStep:
         self._left_to_measure = self._MEASURED_RUNS
         self._peaks: list[int] = []
         self._seconds: list[float] = []
-        self._notes: list[str] = []
+        self.notes: list[str] = []
         self.warning: str | None = None
         if self._lasting:
             self._note(
@@ -517,7 +517,7 @@ class PlannedStep:
         self.candidate = candidate
 
     def _note(self, text: str) -> None:
-        self._notes.append(text)
+        self.notes.append(text)
         _log.warning("%s", text)
 
     @property
@@ -540,7 +540,7 @@ class PlannedStep:
             phases_s=profiled.phases_s,
             implementations=[ImplementationRow(f.rule, f.where, f.saved_bytes) for f in profiled.traced.fired],
             choices=profiled.choices(candidate.plan, candidate.op_graph),
-            notes=(*profiled.notes_on(candidate), *self._notes),
+            notes=(*profiled.notes_on(candidate), *self.notes),
         )
 
 

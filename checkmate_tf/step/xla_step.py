@@ -63,6 +63,7 @@ class XlaStep:
 
     _MEASURED_RUNS = 6
     warning: str | None = None  # as of a `PlannedStep`
+    notes: tuple[str, ...] = ()  # as of a `PlannedStep`
 
     def __init__(self, step: Callable[[Any], Any], data: Any, settings: Settings):
         self._settings = settings

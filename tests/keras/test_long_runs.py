@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import assert_same_state
+from conftest import assert_same_state, slow_but
 from keras_models import BATCH, compiled, images, sequential
 
 import checkmate_tf
@@ -101,7 +101,7 @@ def graphs() -> int:
     return sum(isinstance(one, tf.Graph) for one in gc.get_objects())
 
 
-@pytest.mark.parametrize("recurrent", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recurrent", slow_but([False], [False, True]))
 def test_no_shape_keeps_a_graph(recurrent, options):
     """Each shape of the batch kept 97 MiB of a MobileNet's step: its graph as traced, and as simplified."""
     if recurrent:

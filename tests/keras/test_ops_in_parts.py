@@ -71,7 +71,8 @@ def too_little(model, batch, **options) -> int:
     return held_bytes + round(0.9 * (smallest_bytes - held_bytes))
 
 
-@pytest.mark.parametrize("name", slow_but([], ["language model", "segmenter"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_it_trains_below_the_smallest_budget_of_whole_ops_as_plain_keras(name, options):
     batch = CASES[name][1](ROWS)
     plain, planned = compiled(name), compiled(name)
@@ -95,7 +96,7 @@ def test_a_step_that_fits_is_not_split(options):
     assert checkmate_tf.report(model).implementations == ()
 
 
-@pytest.mark.parametrize("policy", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", slow_but(["float32"], ["float32", "mixed_bfloat16"]))
 def test_every_step_keeps_its_budget(policy, options):
     set_precision("float32", policy)
     batch = tuple(tf.constant(array.astype("int32")) for array in words(ROWS))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from checkmate_tf.lowering import roofline
 from checkmate_tf.lowering.roofline import flops, rates
 
 
@@ -55,10 +56,12 @@ def test_flops(function, shapes, expected):
 
 
 def test_rates_are_a_machine_s():
-    speed = rates("CPU:0")
-    found = [
-        speed.bytes_per_s,
-        *(speed.flops_per_s(kind, tf.float32) for kind in ("product", "convolution", "depthwise")),
-    ]
-    assert np.all(np.isfinite(found))
-    assert min(found) > 1e7  # a tenth of what a core of a busy machine was seen to have
+    measured = []
+    for _ in range(3):  # the best of these: what else the machine does makes it slower
+        for cached in (roofline._flops_per_s, roofline._bytes_per_s):
+            cached.cache_clear()
+        speed = rates("CPU:0")
+        kinds = ("product", "convolution", "depthwise")
+        measured.append([speed.bytes_per_s, *(speed.flops_per_s(kind, tf.float32) for kind in kinds)])
+    assert np.all(np.isfinite(measured))
+    assert np.max(measured, axis=0).min() > 1e8
