@@ -288,16 +288,16 @@ def test_a_process_at_a_real_wall_runs_out_of_memory():
 
 
 @pytest.mark.parametrize(
-    ("error", "ran_out"),
+    ("error", "text", "ran_out"),
     [
-        (tf.errors.ResourceExhaustedError(None, None, "OOM when allocating"), True),
-        (tf.errors.NotFoundError(None, None, "No algorithm worked!\n engine: RESOURCE_EXHAUSTED: Out of memory"), True),
-        (tf.errors.NotFoundError(None, None, "No algorithm worked!"), False),
+        (tf.errors.ResourceExhaustedError, "OOM when allocating", True),
+        (tf.errors.NotFoundError, "No algorithm worked!\n engine: RESOURCE_EXHAUSTED: Out of memory", True),
+        (tf.errors.NotFoundError, "No algorithm worked!", False),
     ],
 )
-def test_out_of_memory_is_told_also_where_no_convolution_of_a_gpu_finds_any(monkeypatch, error, ran_out):
+def test_out_of_memory_is_told_also_where_no_convolution_of_a_gpu_finds_any(monkeypatch, error, text, ran_out):
     def refuse(*_, **__):
-        raise error
+        raise error(None, None, text)
 
     monkeypatch.setattr(keras.Model, "train_on_batch", refuse)
     monkeypatch.setattr(ProfiledStep, "__init__", refuse)
@@ -306,7 +306,7 @@ def test_out_of_memory_is_told_also_where_no_convolution_of_a_gpu_finds_any(monk
         assert steps.run_plain(settings).outcome == OUT_OF_MEMORY
         planned = steps.run_planned(settings)
         assert planned.outcome == OUT_OF_MEMORY
-        assert planned.message.startswith(f"{type(error).__name__} while it was planned")
+        assert planned.message.startswith(f"{error.__name__} while it was planned")
     else:
         with pytest.raises(tf.errors.NotFoundError):
             steps.run_plain(settings)

@@ -222,6 +222,9 @@ class _Alone:
         self._device = device
         inputs = self._operation.inputs
         self._known = {k: v for k, t in enumerate(inputs) if (v := known_value(t)) is not None}
+        self._given: dict[int, np.ndarray] = {}  # known, but handed in
+        if len(self._known) == len(inputs):  # TensorFlow would compute its result once, and keep that for good
+            self._known, self._given = {}, self._known
         self._run = single_op(self._node, self._operation, self._known)
         behind_pooling = self._operation.type == BEHIND_POOLING
         self._pool = pooling_of(self._node, self._operation) if behind_pooling else None
@@ -299,8 +302,12 @@ class _Alone:
         return self._with_time(seen)
 
     def _arguments(self) -> dict[int, tf.Tensor]:
-        """Stand-ins by position."""
-        arguments = {k: stand_in(t) for k, t in enumerate(self._operation.inputs) if k not in self._known}
+        """Stand-ins by position, and what is known of an op of which everything is."""
+        arguments = {
+            k: tf.constant(self._given[k], t.dtype) if k in self._given else stand_in(t)
+            for k, t in enumerate(self._operation.inputs)
+            if k not in self._known
+        }
         if self._pool:
             del arguments[1]  # the pooled values are made
         return arguments

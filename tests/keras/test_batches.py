@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import assert_same_logs, assert_same_state, set_precision, state, values_of
+from conftest import assert_same_logs, assert_same_state, part_of_step, set_precision, state, values_of
 from keras_models import BATCH, LARGEST_BYTES, compiled, fit, images, sequential
 from random_watch import Watch
 from tight import train_tightly
@@ -31,8 +31,9 @@ def twins(options):
             model.train_on_batch(*images(BATCH))
         return model
 
-    # of a peak that holds what other tests have left, too
-    return [train(build()), train_tightly(build, train, 0.85, **options)[0]]
+    plain = train(build())
+    budget = part_of_step(plain.train_on_batch, images(BATCH), 0.85)
+    return [plain, train_tightly(build, train, budget, **options)[0]]
 
 
 @pytest.fixture

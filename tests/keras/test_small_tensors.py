@@ -30,7 +30,7 @@ def test_a_step_of_which_nothing_is_counted_is_not_refused(options, most_bytes):
 
 
 @pytest.mark.skipif(not onednn_is_on(), reason="all tensors are counted")
-@pytest.mark.parametrize("width", [100, 1000])
+@pytest.mark.parametrize("width", [pytest.param(100, marks=pytest.mark.alone), 1000])
 def test_the_report_says_what_is_not_counted(options, width):
     """Each 100 x 100 matrix of float64, and the two slots of each, takes 80,000 bytes; 1000 x 1000 ones are counted."""
     model = keras.Sequential([keras.Input((width,)), *(layers.Dense(width, use_bias=False) for _ in range(3))])

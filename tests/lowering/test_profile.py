@@ -1,6 +1,7 @@
 """Profiles say what ops really do; caches are used when they fit and ignored when they do not."""
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from checkmate_tf._files import read_sealed, write_sealed
 from checkmate_tf.device_memory.allocation_replay import empty
-from checkmate_tf.device_memory.device import onednn_is_on
+from checkmate_tf.device_memory.device import in_use_bytes, onednn_is_on
 from checkmate_tf.lowering import profile as profile_module
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.profile import profile
@@ -202,6 +203,20 @@ def test_ops_with_inputs_that_are_shapes_run_with_the_real_ones():
     assert result.unmeasured == ()
     assert result.op_graph.op_out_bytes[op] == 4 * 32 * 32 * 8 * 4
     assert result.costs.time_s[op] > 2e-6
+
+
+@pytest.mark.parametrize("of_constants", [lambda: tf.ones(SHAPE) * 3, lambda: tf.tile([[3.0]], SHAPE)])
+def test_an_op_of_constants_alone_takes_time_and_leaves_nothing_behind(of_constants):
+    """TensorFlow folded it where it was measured: no time, and its result stayed on the device for good."""
+    step = extracted(lambda x: x + of_constants(), SHAPE)
+    (op,) = [op for op, kind in enumerate(step.op_graph.types) if kind in ("Fill", "Tile")]
+    gc.collect()
+    before = in_use_bytes(DEVICE)
+    result = profile(step, DEVICE)
+    gc.collect()
+    assert in_use_bytes(DEVICE) == before
+    assert result.costs.time_s[op] > 2e-6
+    assert result.op_graph.op_out_bytes[op] == 512 * 1024 * 4
 
 
 def test_equal_ops_are_measured_once():
