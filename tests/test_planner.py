@@ -360,6 +360,7 @@ def test_a_plan_that_no_longer_keeps_the_budget_is_not_replaced_by_a_much_dearer
     cheap = plans.plan(budget, time_limit_s=2)
     smallest = plans.minimum()
     for order in plans.orders:
+        order.kept = [entry for entry in order.kept if order.time_of(entry) in (cheap.time_s, smallest.time_s)]
         order.tried = {
             key: seconds for key, seconds in order.tried.items() if seconds in (cheap.time_s, smallest.time_s)
         }
@@ -406,16 +407,37 @@ def test_a_schedule_that_the_allocator_rounds_less_than_others_is_found():
 
 def test_dear_schedules_are_tried_where_only_a_dearer_one_is_known():
     """The cheapest schedule is rounded beyond the budget; one is known that takes eight times as long."""
-    cost_of = {90: 1.0, 50: 3.0, 20: 8.0}  # by peak
-    points = [Point(peak, cost=cost, nodes=(peak,)) for peak, cost in sorted(cost_of.items())]
+    found, asked = _searched(kept=[20])
+    assert found.time_s == 3.0
+    assert asked[0] != 20
+
+
+@pytest.mark.parametrize(("kept", "expected"), [([20], [90]), ([20, 60, 90, 70], [90, 70]), ([90], [90, 90])])
+def test_of_schedules_that_are_kept_the_cheapest_that_fits_is_asked_about_and_no_dear_one(kept, expected):
+    """Asking about those of the smallest budgets, of 40 times the step's ops, took all the time of a search."""
+    assert _searched(kept)[1][: len(expected)] == expected
+
+
+def _searched(kept):
+    """What a search finds whose solver has one schedule that is rounded beyond the budget, and what it asks about."""
+    cost_of = {90: 1.0, 70: 1.5, 60: 1.8, 50: 3.0, 20: 8.0}  # by peak
+    asked = []
+    points = [Point(peak, cost=cost_of[peak], nodes=(peak,)) for peak in (20, 50, 90)]
 
     def evaluate(_order, nodes):
+        asked.append(int(nodes[0]))
         rounded = 2 * nodes[0] if nodes[0] == 90 else nodes[0]
         return EvaluatedPlan(None, None, None, None, peak_bytes=rounded, time_s=cost_of[nodes[0]])
 
     class Order:
-        kept = (SimpleNamespace(nodes=(20,)),)
+        costs = SimpleNamespace(time_s=np.ones(1))
         solver = SimpleNamespace(front=lambda: points)
+
+        def __init__(self):
+            self.kept = [SimpleNamespace(nodes=(peak,)) for peak in kept]
+
+        def time_of(self, entry):
+            return cost_of[entry.nodes[0]]
 
         def hint(self, _):
             return None
@@ -426,7 +448,7 @@ def test_dear_schedules_are_tried_where_only_a_dearer_one_is_known():
     search = Search(
         SimpleNamespace(orders=[Order()], evaluate=evaluate, placed=lambda c, _: c, clock=Clock), 100, 5.0, 0, None
     )
-    assert search.run().time_s == 3.0
+    return search.run(), asked
 
 
 def test_an_allocator_that_takes_long_to_answer_leaves_the_solver_time_to_tighten_its_budget():

@@ -331,9 +331,16 @@ class Planner:
         return max(smallest, key=_peak)
 
     def _placed_small(self, small: list[EvaluatedPlan]) -> list[EvaluatedPlan]:
-        """Those with the smallest tensors, in memory divided for each, the lowest peak first."""
-        found = sorted(small, key=self.tensor_peak)[:MOST_NEIGHBOURS]
-        placed = (self.placed(candidate, round(_PLACED_SMALL * self.tensor_peak(candidate))) for candidate in found)
+        """Those with the smallest tensors, in memory divided for each, the lowest peak first; as many as time allows.
+
+        A small plan may run many times as many ops as the step has, and asking the allocator about it takes as long.
+        """
+        clock = self.clock(MINIMUM_LIMIT_S / _ARRANGEMENTS)
+        placed: list[EvaluatedPlan] = []
+        for candidate in sorted(small, key=self.tensor_peak)[:MOST_NEIGHBOURS]:
+            placed.append(self.placed(candidate, round(_PLACED_SMALL * self.tensor_peak(candidate))))
+            if not clock.left_s:
+                break
         return sorted(placed, key=_peak)
 
     def _smallest(self, placed: list[EvaluatedPlan]) -> EvaluatedPlan:

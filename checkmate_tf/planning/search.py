@@ -185,9 +185,7 @@ class Search:
     def run(self) -> EvaluatedPlan | None:
         """Tries each order quickly, then gives the rest of the time to the better one."""
         inner = dict.fromkeys(self._evaluator.orders, int((1 - _ROUNDING) * self._budget))
-        for order in inner:
-            for entry in order.kept:
-                self._consider(order, entry.nodes)
+        self._consider_kept()
         limit_s = _FIRST_SHARE * self._clock.left_s
         with ThreadPoolExecutor(len(inner)) as pool:  # each order has a process of its own
             found = pool.map(lambda order: self._solution(order, inner[order], limit_s, _FIRST_GAP, self._seed), inner)
@@ -200,6 +198,14 @@ class Search:
         for order in inner if self._is_dear() else ():
             self._climb(order, np.inf if self.best is None else self.best.time_s)
         return self.best
+
+    def _consider_kept(self) -> None:
+        """The cheapest schedule kept that is within the budget; a dear one, which takes long to ask about, is not."""
+        kept = [(order.time_of(entry), order, entry) for order in self._evaluator.orders for entry in order.kept]
+        for time_s, order, entry in sorted(kept, key=lambda one: one[0]):
+            if self.best is not None or time_s > _AFFORDABLE * order.costs.time_s.sum():
+                return
+            self._consider(order, entry.nodes)
 
     def _is_dear(self) -> bool:
         """Whether nothing is within the budget yet but plans that take far more than the fastest one seen."""

@@ -137,6 +137,15 @@ def row_of(number: int, recipe: dict, result: dict) -> dict:
     return row | ({"recipe": recipe} if has_failed(row) else {})
 
 
+def commit() -> str:
+    """Of the code that is checked, with a plus sign where it has been changed since; empty outside of a checkout."""
+    command = ["git", "-C", str(HERE), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 def _short(budget: dict, name: str):
     return (
         max(budget["peaks_bytes"], default=None)
@@ -221,6 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
     run = {
         "day": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
         "cpu": _cpu_memory.described().get("model name", ""),
+        "commit": commit(),
     }
     run |= {package: importlib.metadata.version(package) for package in PACKAGES}
     done = {row["number"] for row in results}
