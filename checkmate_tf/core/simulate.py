@@ -47,6 +47,17 @@ class Memory:
         """The step at which the peak is reached first."""
         return int(self.in_use_bytes.argmax())
 
+    def with_sizes(self, tensor_bytes: np.ndarray) -> Memory:
+        """The events of the same plan for tensors of other sizes; workspace, and what was in use, stay as they are.
+
+        Args:
+            tensor_bytes: int64 (tensors,). Of the first tensors; the others keep theirs.
+        """
+        sized = (self.event_tensor >= 0) & (self.event_tensor < len(tensor_bytes))
+        event_bytes = self.event_bytes.copy()
+        event_bytes[sized] = np.sign(event_bytes[sized]) * tensor_bytes[self.event_tensor[sized]]
+        return dataclasses.replace(self, event_bytes=event_bytes)
+
     def with_events(self, chosen: np.ndarray) -> Memory:
         """The same with some of the events, or with all in another order.
 

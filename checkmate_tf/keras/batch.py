@@ -53,6 +53,22 @@ def signature(data) -> Hashable:
     )
 
 
+def kind(data) -> Hashable:
+    """Structure, dtypes and ranks of a batch, or of a specification of one: all of its signature but the sizes."""
+    return str(tf.nest.map_structure(_kind, data)), tuple(map(len, _shapes(data)))
+
+
+def shapes_of(spec) -> tuple[tuple, ...]:
+    """Shapes of the tensors of a batch or of a specification."""
+    return tuple(_shapes(spec))
+
+
+def with_shapes(spec, shapes):
+    """The same specification with other shapes, those that `shapes_of` gives; None stands for an open dimension."""
+    of_leaf = iter(shapes)
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.TensorSpec(next(of_leaf), leaf.dtype), spec)
+
+
 def is_part_of(data, whole_spec) -> bool:
     """Whether a batch differs from a specification in nothing but that it has fewer rows.
 

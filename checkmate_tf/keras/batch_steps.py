@@ -13,11 +13,14 @@ import tensorflow as tf
 from checkmate_tf._tf_internals import all_layers, build_from
 from checkmate_tf.budget import is_fraction
 from checkmate_tf.device_memory import device as devices
-from checkmate_tf.errors import BatchError, InfeasibleBudget, ModelError, NoScheduleFound
+from checkmate_tf.errors import BatchError, InfeasibleBudget, ModelError, NoScheduleFound, StepError
 from checkmate_tf.keras import batch, update_steps
+from checkmate_tf.keras.families import Family, can_begin
 from checkmate_tf.keras.independence import why_rows_depend
 from checkmate_tf.keras.microbatches import AUTO, Accumulation, MicrobatchedStep, Ways, Whole
+from checkmate_tf.keras.unplanned import in_short
 from checkmate_tf.lowering import effects, xla
+from checkmate_tf.lowering.open_trace import OpenTrace
 from checkmate_tf.planning.implementation_selection import NONE
 from checkmate_tf.step.pipeline import ProfiledStep, Settings
 from checkmate_tf.step.planned_step import PlannedStep
@@ -48,6 +51,7 @@ class BatchSteps:
         self.of: dict[Hashable, AnyStep | None] = {}
         self.has_trained = False
         self._specs: dict[Hashable, object] = {}
+        self._families: dict[Hashable, Family | None] = {}  # of batches that differ in size; None: planned one by one
         self._accumulation: Accumulation | None = None  # where batches are cut in parts
         self._part_rows = 0
         self._steps_of_parts: dict[Hashable, tuple[object, PlannedStep | XlaStep]] = {}  # with their specifications
@@ -95,8 +99,33 @@ class BatchSteps:
         if self._accumulation is not None:  # the batches before were cut in parts
             return self._in_parts(data, self._settings_for(data), self._part_rows)
         if self._settings.microbatches == 1 or self.has_trained:
-            return self._whole(data, self._settings_for(data))
+            return self._of_family(data) or self._whole(data, self._settings_for(data))
         return self._first_in_parts(data, batch.rows_of(batch.spec_of(data)))
+
+    def _of_family(self, data) -> PlannedStep | None:
+        """A planned step that runs batches of several shapes, where they come in such; None where it is for one."""
+        kind = batch.kind(data)
+        if kind not in self._families:
+            before = [spec for spec in self._specs.values() if spec is not None and batch.kind(spec) == kind]
+            if self.is_for_xla() or self._settings.implementations != "exact" or not can_begin(data, before):
+                return None
+            shapes = [*map(batch.shapes_of, before), batch.shapes_of(data)]
+            self._families[kind] = Family(self.step, self._profiled_from, shapes)
+        family = self._families[kind]
+        if family is None:
+            return None
+        try:
+            return family.step_for(data, self._settings_for(data))
+        except StepError as error:
+            self._families[kind] = None
+            self._note(
+                "each shape of batches has a plan of its own, as the step takes no open dimensions: "
+                f"{in_short(error.__cause__ or error)}."
+            )
+            return None
+
+    def _profiled_from(self, spec, settings: Settings, trace: OpenTrace) -> ProfiledStep:
+        return self._profiled(self.step, spec, settings, open_trace=trace)
 
     def _whole(self, data, settings: Settings) -> PlannedStep | XlaStep:
         """A planned step for a batch in one part."""
@@ -204,7 +233,15 @@ class BatchSteps:
         self._prepare(data)
         return self._profiled(self.step, data, self._settings_for(data), chosen)
 
-    def _profiled(self, step: Callable, data, settings: Settings, chosen: frozenset[str] | None = NONE) -> ProfiledStep:
+    def _profiled(
+        self,
+        step: Callable,
+        data,
+        settings: Settings,
+        chosen: frozenset[str] | None = NONE,
+        *,
+        open_trace: OpenTrace | None = None,
+    ) -> ProfiledStep:
         return ProfiledStep(
             step,
             batch.spec_of(data),
@@ -213,6 +250,7 @@ class BatchSteps:
             in_training=self.has_trained,
             before_trial=lambda: update_steps.bring_near(self._model),
             layers=names_of_layers(self._model),
+            open_trace=open_trace,
         )
 
     def _prepare(self, data) -> None:

@@ -46,6 +46,7 @@ _TARGET_S = 0.02  # measure short ops until this much time is spent, or _MOST_RE
 _MOST_REPEATS = 15
 _LONG_S = 0.5  # an op that takes as long runs once to be timed: what comes and goes is gone before it ends
 _BLOCK_MARGIN_BYTES = 256 << 20
+_OF_SHAPES = frozenset({"Rank", "Shape", "ShapeN", "Size"})  # read no element of what they are given
 _POOLING = frozenset({"MaxPool", "MaxPool3D"})
 _POOLED_ITEM_BYTES = 4  # oneDNN pools float32 here
 
@@ -168,6 +169,8 @@ def _matters(step: ExtractedStep, op: int) -> bool:
 
 def _is_large(step: ExtractedStep, op: int) -> bool:
     graph = step.op_graph
+    if graph.types[op] in _OF_SHAPES:
+        return False
     touched = [*graph.inputs[op], *graph.outputs[op]]
     return not graph.is_alias[op] and max((int(graph.tensor_bytes[t]) for t in touched), default=0) >= _SMALL_BYTES
 

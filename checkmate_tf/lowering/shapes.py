@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
@@ -26,11 +27,48 @@ def imported(traced: TracedStep) -> tuple[tf.Graph, tuple[str, ...]]:
     graph_def = graph_pb2.GraphDef()
     graph_def.CopyFrom(traced.graph_def)
     graph_def.node.extend(traced.recompute_variants.values())
+    _feed(graph_def, dict(zip(traced.interface.feeds, traced.fed_shapes, strict=False)))
     graph = _import(graph_def)
-    graph = _with(graph_def, _told(graph, traced.function.graph)) or graph
+    graph = _with(graph_def, _told(graph, traced.function.graph) | dict(_of_axes(graph))) or graph
     guessed = dict(_guessed(graph, _rows(traced)))
     with_guesses = _with(graph_def, guessed)
     return (graph, ()) if with_guesses is None else (with_guesses, tuple(guessed))
+
+
+def _feed(graph_def: graph_pb2.GraphDef, shapes: Mapping[str, tf.TensorShape]) -> None:
+    """Gives the inputs of the graph the shapes of a batch.
+
+    Args:
+        graph_def: Changed in place.
+        shapes: By name of the tensor.
+    """
+    of_node = {name.partition(":")[0]: shape for name, shape in shapes.items()}
+    for node in graph_def.node:
+        if node.name in of_node:
+            node.attr["shape"].shape.CopyFrom(of_node[node.name].as_proto())
+    _tell(graph_def, {name: [shape] for name, shape in of_node.items()})
+
+
+def _of_axes(graph: tf.Graph) -> Iterator[tuple[str, list[tf.TensorShape]]]:
+    """(name, shapes) of each op that tells along which axes a gradient is summed up, where that is known."""
+    for op in graph.get_operations():
+        axes = broadcast_axes(op)
+        if axes is not None:
+            yield op.name, [tf.TensorShape([len(found)]) for found in axes]
+
+
+def broadcast_axes(op: tf.Operation) -> tuple[list[int], list[int]] | None:
+    """What BroadcastGradientArgs gives for shapes that are known: the axes along which each of two was broadcast."""
+    if op.type != "BroadcastGradientArgs":
+        return None
+    shapes = [tf.get_static_value(t) for t in op.inputs]
+    if any(shape is None for shape in shapes):
+        return None
+    if np.array_equal(*shapes):
+        return [], []
+    rank = max(map(len, shapes))
+    one, other = ([k for k, size in enumerate([1] * (rank - len(s)) + s.tolist()) if size == 1] for s in shapes)
+    return one, other
 
 
 def _with(graph_def: graph_pb2.GraphDef, shapes: _Shapes) -> tf.Graph | None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
 
 from checkmate_tf.lowering.rebuild import as_function
+from checkmate_tf.lowering.shapes import broadcast_axes
 
 BEHIND_POOLING = "MaxPoolGrad"  # runs behind max pooling here: oneDNN's gradient uses what that has kept
 ALONE = "alone/"  # in front of the op's name in its function: those that make its inputs may have the same name
@@ -180,6 +181,9 @@ def known_value(tensor: tf.Tensor) -> np.ndarray | None:
     if tensor.op.type == "ShapeN":
         shape = tensor.op.inputs[tensor.value_index].shape
         return np.array(shape.as_list(), tensor.dtype.as_numpy_dtype) if shape.is_fully_defined() else None
+    axes = broadcast_axes(tensor.op)
+    if axes is not None:
+        return np.array(axes[tensor.value_index], tensor.dtype.as_numpy_dtype)
     return tf.get_static_value(tensor)
 
 

@@ -58,6 +58,7 @@ class TracedStep:
         sums: Name of an op with which a chain of sums begins -> names of the ops that make its terms, as
             `sums.sum_in_pairs` gives it.
         placed: Name of an op that was put in -> where it belongs in the order of creation.
+        fed_shapes: Of the batch for which sizes are meant, where the step was traced with open dimensions.
     """
 
     function: tf.types.experimental.ConcreteFunction | None
@@ -70,6 +71,13 @@ class TracedStep:
     recompute_variants: Mapping[str, node_def_pb2.NodeDef] = dataclasses.field(default_factory=dict)
     sums: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     placed: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    fed_shapes: tuple[tf.TensorShape, ...] = ()
+
+    def at(self, shapes: Sequence[tf.TensorShape]) -> TracedStep:
+        """The same step, whose sizes are meant for a batch of these shapes; its function takes any batch."""
+        step = dataclasses.replace(self, fed_shapes=tuple(shapes))
+        step.__dict__["shared_constants"] = self.shared_constants
+        return step
 
     @property
     def updates(self) -> bool:

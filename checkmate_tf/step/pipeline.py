@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from checkmate_tf import budget as budgets
@@ -17,6 +18,7 @@ from checkmate_tf.budget import format_bytes
 from checkmate_tf.core.allocator import UNIT_BYTES
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.plan import Plan, compile_plan
+from checkmate_tf.core.requirements import working_set_bytes
 from checkmate_tf.core.simulate import Memory, simulate
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.device_memory import guard_blocks
@@ -27,6 +29,7 @@ from checkmate_tf.errors import ModelError
 from checkmate_tf.lowering.constants import LARGE_BYTES
 from checkmate_tf.lowering.extract import ExtractedStep, extract
 from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, LAST_RESORT, RULES, SPLITS
+from checkmate_tf.lowering.open_trace import OpenTrace
 from checkmate_tf.lowering.profile import Profile, profile
 from checkmate_tf.lowering.rebuild import Lean, rebuild
 from checkmate_tf.lowering.recompute_variants import KEPT_STATISTICS
@@ -84,6 +87,7 @@ class ProfiledStep:
         before_trial: Where steps differ, as those do that accumulate gradients: sets variables so that the next steps
             are of all kinds, and returns what puts them back.
         layers: Names of the layers of the model whose step it is, for what is said of it.
+        open_trace: Of the step, where its plans are to run any batch with the same sizes but for the open ones.
     """
 
     def __init__(
@@ -96,11 +100,13 @@ class ProfiledStep:
         in_training: bool = False,
         before_trial: Callable[[], Callable[[], None]] = lambda: lambda: None,
         layers: Container[str] = (),
+        open_trace: OpenTrace | None = None,
     ):
         self.settings = settings
         self.in_training = in_training
         self.before_trial = before_trial
         self.layers = layers
+        self._open_trace = open_trace
         self._step = step
         self._spec = spec
         self.chosen = chosen
@@ -280,6 +286,10 @@ class ProfiledStep:
         """The step traced and profiled for another argument."""
         return profile(self._extract(spec), self.device, cache_dir=self.settings.cache_dir)
 
+    def tensor_bytes_at(self, spec: Any) -> np.ndarray:
+        """int64 (tensors,). Sizes of the step's tensors for another argument, of a step with open dimensions."""
+        return self._extract(spec).op_graph.tensor_bytes
+
     def _extract(self, spec: Any) -> ExtractedStep:
         """The step for an argument, traced and described.
 
@@ -299,10 +309,11 @@ class ProfiledStep:
         return parts_of(self.chosen or NONE)
 
     def _trace(self, spec: Any) -> TracedStep:
+        traced = functools.partial(trace, self._step) if self._open_trace is None else self._open_trace.at
         if self.chosen is OWN:
-            return trace(self._step, spec)
+            return traced(spec)
         names = self.settings.implementations
-        return trace(self._step, spec, rules=RULES[names], alternatives=ALTERNATIVES[names], chosen=self.chosen)
+        return traced(spec, rules=RULES[names], alternatives=ALTERNATIVES[names], chosen=self.chosen)
 
     def make_room(self, nbytes: int) -> int:
         """Makes the allocator own one free block of this size, or what there is room for; returns its size."""
@@ -333,6 +344,10 @@ class ProfiledStep:
             device_bytes=lambda: devices.limit_bytes(self.device),
         )
         return max(budget_bytes, self.settings.least_budget_bytes)
+
+    def least_bytes(self) -> int:
+        """What every plan needs at least: what is held before the step, and the most that one op reads and makes."""
+        return self.base_bytes + working_set_bytes(self.op_graph, devices.uncounted_below_bytes(self.device))
 
     def minimum_budget(self) -> EvaluatedPlan:
         """The plan with the lowest allocator peak that was found."""
@@ -391,6 +406,7 @@ class ProfiledStep:
                 in_training=self.in_training,
                 before_trial=self.before_trial,
                 layers=self.layers,
+                open_trace=self._open_trace,
             )
             variant._plain_peak_bytes, variant._most_bytes = self._plain_peak_bytes, self._most_bytes
             variant.phases_s = self.phases_s

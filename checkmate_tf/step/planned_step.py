@@ -19,6 +19,7 @@ from checkmate_tf.lowering import effects
 from checkmate_tf.lowering.rebuild import Lean, call_unoptimized
 from checkmate_tf.lowering.trace import TracedStep
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan, cheapest
+from checkmate_tf.planning.guard_blocks import STATES
 from checkmate_tf.planning.reuse import follow
 from checkmate_tf.reports import describe
 from checkmate_tf.reports.report import ImplementationRow, Report
@@ -50,6 +51,7 @@ class PlannedStep:
     _MOST_REPLANS = 3
     _REPLAN_LIMIT_S = 10.0
     _AS_FAST = 1.02  # times the seconds of the plan that is replaced: one found soon that takes no more will do
+    _SAFE = 0.95  # of the budget: a U-Net's convolutions took 4.2 % more of it at one of 40 sizes than at the largest
     _OUT_OF_MEMORY = 1 / 64  # of the budget, by which a plan is taken to need more where nothing could be measured
 
     def __init__(self, profiled: ProfiledStep, budget_bytes: int, candidate: EvaluatedPlan, function: Lean):
@@ -213,6 +215,29 @@ class PlannedStep:
         measured = [self._trial([data], can_move=False, counts=False)[0] for _ in range(trials)]
         peaks = [peak for peak in measured if peak is not None]
         return 2 * max(peaks) - min(peaks) if len(peaks) == len(measured) else None
+
+    def keeps_budget(self, spec: Any) -> bool:
+        """Whether the plan of a step with open dimensions keeps its budget for another batch, as memory stands now.
+
+        Smaller tensors may take more: a free chunk that is not much larger than a request is given whole. What kernels
+        take for themselves is not known at other sizes: where that may matter, the next run is the last of a trial.
+
+        Args:
+            spec: The batch as (nested) tf.TensorSpec, which is there.
+        """
+        try:
+            self._take_lease([], can_move=False)
+        except NoScheduleFound:
+            return False
+        memory = self.candidate.memory.with_sizes(self._profiled.tensor_bytes_at(spec))
+        self._guard_blocks.clear()
+        peak_bytes = self._profiled.allocator_peak(memory, self.candidate.partition, STATES, self._most_bytes + 1)
+        self._divide()
+        if peak_bytes is None or peak_bytes > self._most_bytes:
+            return False
+        if peak_bytes > self._SAFE * self.budget_bytes:
+            self._trusted_at = None
+        return True
 
     @property
     def traced(self) -> TracedStep:

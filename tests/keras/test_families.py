@@ -1,0 +1,192 @@
+"""Batches that come in sizes are trained by a few plans, with the numbers of plain Keras and within the budget."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import assert_same_logs, assert_same_state, part_of_step, state, values_of
+from hypothesis import given
+from hypothesis import strategies as st
+from keras import layers
+
+import checkmate_tf
+from checkmate_tf.keras.families import larger_shapes, open_shapes
+from checkmate_tf.keras.train_step import planned_training
+from checkmate_tf.lowering.shapes import broadcast_axes
+
+VOCABULARY, WIDTH, ROWS = 50, 64, 16
+LENGTHS = [40, 64, 24, 52, 8, 60, 33, 64]
+
+
+def text_model(*, mask=False):
+    words = keras.Input((None,), dtype="int32")
+    x = layers.Embedding(VOCABULARY, WIDTH, mask_zero=mask)(words)
+    for _ in range(3):
+        x = x + layers.Dense(WIDTH)(layers.Dense(2 * WIDTH, "gelu")(layers.LayerNormalization()(x)))
+        x = x + layers.MultiHeadAttention(2, WIDTH // 2)(x, x)
+    return keras.Model(words, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
+
+
+def texts(lengths, rows=ROWS):
+    random = np.random.default_rng(0)
+    return [(random.integers(0, VOCABULARY, (rows, n)).astype("int32"), random.normal(size=(rows, 4))) for n in lengths]
+
+
+def tagger():
+    words = keras.Input((None,), dtype="int32")
+    x = layers.Embedding(VOCABULARY, WIDTH)(words)
+    for _ in range(4):
+        x = layers.Conv1D(WIDTH, 3, padding="same", activation="silu")(x)
+    return keras.Model(words, layers.Dense(4)(x))
+
+
+def tagged(lengths):
+    random = np.random.default_rng(0)
+    return [
+        (random.integers(0, VOCABULARY, (4 * ROWS, n)).astype("int32"), random.normal(size=(4 * ROWS, n, 4)))
+        for n in lengths
+    ]
+
+
+def images_to_images():
+    x = image = keras.Input((None, None, 3))
+    x = outer = layers.Conv2D(16, 3, padding="same", activation="silu")(x)
+    x = layers.Conv2D(16, 3, padding="same", activation="silu")(layers.MaxPooling2D()(x))
+    x = layers.Concatenate()([layers.UpSampling2D()(layers.GroupNormalization(4)(x)), outer])
+    return keras.Model(image, layers.Conv2D(1, 3, padding="same")(layers.Conv2D(16, 3, padding="same")(x)))
+
+
+def pictures(sizes):
+    random = np.random.default_rng(0)
+    return [(random.normal(size=(4, h, w, 3)), random.normal(size=(4, h, w, 1))) for h, w in sizes]
+
+
+CASES = {
+    "text": (text_model, texts(LENGTHS), 0.7),
+    "masked text": (lambda: text_model(mask=True), texts(LENGTHS), 0.7),
+    "labels as long as the text": (tagger, tagged(LENGTHS), 0.6),
+    "height and width": (
+        images_to_images,
+        pictures([(48, 48), (64, 32), (32, 64), (64, 64), (48, 32), (16, 32), (62, 62), (64, 64)]),
+        0.8,  # which the order of the ops alone may keep
+    ),
+    "rows as well": (text_model, [*texts([40, 64]), *texts([33, 64, 20], rows=5), *texts([50], rows=12)], 0.7),
+}  # fmt: skip
+"""Model, batches, and the budget as a part of what a plain step takes on the largest of them."""
+
+
+def built(model_of):
+    keras.utils.set_random_seed(7)
+    model = model_of()
+    model.compile(keras.optimizers.Adam(1e-3), "mse")
+    return model
+
+
+def steps_of(model):
+    return list({id(step): step for step in planned_training(model).steps.values()}.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_few_plans_train_batches_of_all_sizes_as_plain_keras_does(case, options):
+    model_of, batches, part = CASES[case]
+    plain = built(model_of)
+    largest = max(batches, key=lambda one: one[0].size)
+    budget = part_of_step(built(model_of).train_on_batch, largest, part)
+    logs = [plain.train_on_batch(*batch) for batch in batches]
+    planned = checkmate_tf.compile(built(model_of), budget, **options)
+    planned_logs, peaks = [], []
+    for batch in batches:
+        before = len(steps_of(planned))
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        planned_logs.append(planned.train_on_batch(*batch))
+        if before == len(steps_of(planned)):  # planning in front of the first step may take what it will
+            peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+    assert_same_logs(logs, planned_logs)
+    assert_same_state(plain, planned)
+    assert max(peaks) <= budget
+    assert len(steps_of(planned)) < len({batch[0].shape for batch in batches})
+    assert case == "height and width" or any(step.report().recomputed for step in steps_of(planned))
+
+
+def test_a_model_that_takes_no_open_dimensions_has_a_plan_for_each_shape(options):
+    """Its own code asks for the number of rows, which a trace with open dimensions has not."""
+
+    class Positions(layers.Layer):
+        def call(self, x):
+            return x + np.arange(x.shape[0])[:, None, None]
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.stack = [layers.Dense(WIDTH, "silu") for _ in range(4)]
+            self.positions = Positions()
+
+        def call(self, x):
+            for layer in self.stack:
+                x = self.positions(layer(x))
+            return x
+
+    random = np.random.default_rng(0)
+    batches = [(random.normal(size=(ROWS, n, WIDTH)), random.normal(size=(ROWS, n, WIDTH))) for n in (64, 32, 48)]
+    plain, planned = built(Model), built(Model)
+    checkmate_tf.compile(planned, "1GiB", **options)
+    logs = [[model.train_on_batch(*batch) for batch in batches] for model in (plain, planned)]
+    assert_same_logs(*logs)
+    assert len(steps_of(planned)) == 3
+    assert any("takes no open dimensions" in note for note in checkmate_tf.report(planned).notes)
+
+
+def test_a_batch_of_a_known_size_is_neither_traced_nor_searched_for(options, monkeypatch):
+    model = checkmate_tf.compile(built(text_model), "1GiB", **options)
+    batches = texts([40, 64, 52])
+    for batch in batches:
+        model.train_on_batch(*batch)
+    before = [values_of(variable).copy() for variable in state(model)]
+    monkeypatch.setattr("checkmate_tf.keras.families.Family._planned", None)
+    monkeypatch.setattr("checkmate_tf.lowering.open_trace.trace", None)
+    for batch in [*batches, *texts([50, 63, 7])]:
+        model.train_on_batch(*batch)
+    assert any((values_of(variable) != one).any() for variable, one in zip(state(model), before, strict=True))
+
+
+def test_lengths_that_rise_are_planned_for_ahead(options):
+    model = checkmate_tf.compile(built(text_model), "1GiB", **options)
+    for batch in texts(range(8, 80, 2)):
+        model.train_on_batch(*batch)
+    assert len(steps_of(model)) <= 7  # 8, 10, and for each 1.6 times the last
+
+
+SIZES = st.integers(1, 200)
+
+
+@given(own=SIZES, others=st.lists(SIZES, min_size=1, max_size=5), most=st.none() | SIZES)
+def test_sizes_that_have_grown_together_do_so_in_what_is_planned_for(own, others, most):
+    def shapes(size):
+        return (4, 6 * size), (4, 3 * size, 2 * size - 1), (4,)
+
+    bound = None if most is None else shapes(max(own, most))
+    found = larger_shapes(shapes(own), [shapes(other) for other in others], bound)
+    assert found[-1] == shapes(own)
+    sizes = [one[0][1] / 6 for one in found]
+    assert [shapes(size) for size in sizes] == found
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(bound is None or size <= max(own, most) + 200 for size in sizes)
+    assert max(sizes) <= max(1.6 * max(others), 1.1 * own) + max(abs(own - other) for other in others)
+
+
+def test_open_dimensions_are_those_that_differ_and_the_rows():
+    assert open_shapes([((8, 5, 3), (8,)), ((8, 7, 3), (8,))]) == ((None, None, 3), (None,))
+    assert open_shapes([((8, 5), (4, 5)), ((8, 7), (4, 7))]) == ((8, None), (4, None))
+
+
+@given(st.lists(st.integers(1, 3), max_size=4), st.lists(st.integers(1, 3), max_size=4))
+def test_axes_of_a_broadcast_are_those_that_tensorflow_finds(one, other):
+    rank = max(len(one), len(other))
+    padded = [[1] * (rank - len(shape)) + shape for shape in (one, other)]
+    if any(1 not in sizes and len(set(sizes)) > 1 for sizes in zip(*padded, strict=True)):
+        return
+    with tf.Graph().as_default():
+        op = tf.raw_ops.BroadcastGradientArgs(s0=tf.constant(one, tf.int32), s1=tf.constant(other, tf.int32)).r0.op
+        found = broadcast_axes(op)
+    expected = tf.raw_ops.BroadcastGradientArgs(s0=tf.constant(one, tf.int32), s1=tf.constant(other, tf.int32))
+    assert list(found) == [axes.numpy().tolist() for axes in expected]
