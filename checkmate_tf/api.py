@@ -45,10 +45,12 @@ def compile(
 ) -> keras.Model:
     """Makes a compiled Keras model train inside a memory budget, with the same gradients.
 
-    The training step is planned once per batch signature: at once when `input_spec` is given, else
-    when `fit` or `train_on_batch` shows the first batch. `evaluate`, `predict` and `save` are not
-    touched. `restore` undoes it. A copy of the model (by `clone_model`, `copy.deepcopy`, pickling, saving and
-    loading) trains as an ordinary model, without the budget, until it is given to `compile` itself.
+    The training step is planned at once when `input_spec` is given, else when `fit` or `train_on_batch` shows the first
+    batch. Batches of other sizes share a few plans, each made when a batch comes that none of those before is for; in
+    microbatches, with other implementations than "exact", and where XLA compiles the step, each shape has its own.
+    `evaluate`, `predict` and `save` are not touched. `restore` undoes it. A copy of the model (by `clone_model`,
+    `copy.deepcopy`, pickling, saving and loading) trains as an ordinary model, without the budget, until it is given to
+    `compile` itself.
 
     A fraction as the budget is one of the largest plain peak of all batches so far. A smaller batch has the bytes of
     the largest one before it. When a larger one comes, the fraction of its plain peak is the budget for it and for all

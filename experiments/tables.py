@@ -130,6 +130,23 @@ def _program_cells(row: dict, base: dict) -> list[str]:
     return [*cells, f"{peak / _MIB:.0f} MiB ({peak / base['peak_bytes']:.2f})", *times]
 
 
+def open_shapes_table(result: dict) -> str:
+    """Every row of `open_shapes.py`."""
+    lines = [
+        "| batches | budget | plans | planning | highest peak | steps above | a new size | second pass | first pass |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        look = "" if row["median_look_s"] is None else f"{1000 * row['median_look_s']:.0f} ms"
+        lines.append(
+            f"| {row['batches']} {row['case']} | {row['budget_bytes'] / _MIB:.0f} MiB | {row['plans']} "
+            f"| {row['planning_s']:.0f} s | {row['highest_peak_bytes'] / row['budget_bytes']:.3f} of the budget "
+            f"| {row['steps_over']} of {row['steps']} | {look} | {row['time_ratio']:.2f} of plain's "
+            f"| {row['first_pass_s']:.0f} s, plain {row['plain_first_pass_s']:.0f} s |"
+        )
+    return "\n".join(lines)
+
+
 def peers_table(result: dict) -> str:
     """Every row of `peers.py`: peak and time of the peer and of the plan in the same memory, and who is right."""
     lines = [
@@ -273,6 +290,7 @@ TABLES = {
     "gpu": (RESULTS / "within_budget_gpu.json", measured_table),
     "xla": (RESULTS / "gpu.json", gpu_table),
     "programs": (RESULTS / "xla_programs.json", programs_table),
+    "open shapes": (RESULTS / "open_shapes.json", open_shapes_table),
     "peers": (RESULTS / "peers.json", peers_table),
     "ablation": (RESULTS / "ablation.json", ablation_table),
     "solvers": (RESULTS / "solvers.json", solvers_table),
