@@ -116,6 +116,8 @@ class BatchSteps:
             return None
         try:
             return family.step_for(data, self._settings_for(data))
+        except (InfeasibleBudget, NoScheduleFound):
+            return None  # with its own shape alone, the step may take less
         except StepError as error:
             self._families[kind] = None
             self._note(

@@ -205,7 +205,7 @@ def larger_shapes(own: Shapes, seen: Sequence[Shapes], most: Shapes | None) -> l
     for together in _grown_together(sizes):
         lead = max(together, key=lambda k: sizes[0][k])
         size, largest = int(sizes[0][lead]), int(sizes[1:, lead].max())
-        target = _BEYOND * largest if size > largest else _ABOVE * size
+        target = _BEYOND * largest if size > largest else min(_ABOVE * size, largest)
         if most is not None:
             target = min(target, list(itertools.chain(*most))[lead])
         growth[together] = max(0, round((target - size) / steps[lead])) * steps[together]

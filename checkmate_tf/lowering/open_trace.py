@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from checkmate_tf.lowering.implementations.rule import Rule
+from checkmate_tf.lowering.open_sizes import OpenSizes
 from checkmate_tf.lowering.trace import TracedStep, trace
 
 
@@ -17,11 +19,15 @@ class OpenTrace:
     Args:
         step: Python training step of one argument.
         spec: The argument as (nested) tf.TensorSpec, with None for the dimensions that are open.
+
+    Attributes:
+        sizes: Names of the ops at which alternatives are taken -> sizes of the tensors of that form of the step.
     """
 
     def __init__(self, step: Callable[[Any], Any], spec: Any):
         self._step = step
         self.spec = spec
+        self.sizes: dict[frozenset[str] | None, OpenSizes] = collections.defaultdict(OpenSizes)
         self._traced: dict[tuple[object, ...], TracedStep] = {}
 
     def at(

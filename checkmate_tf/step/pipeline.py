@@ -287,8 +287,11 @@ class ProfiledStep:
         return profile(self._extract(spec), self.device, cache_dir=self.settings.cache_dir)
 
     def tensor_bytes_at(self, spec: Any) -> np.ndarray:
-        """int64 (tensors,). Sizes of the step's tensors for another argument, of a step with open dimensions."""
-        return self._extract(spec).op_graph.tensor_bytes
+        """int64 (tensors,). Sizes of the step's tensors for another argument."""
+        if self._open_trace is None:
+            return self._extract(spec).op_graph.tensor_bytes
+        dimensions = tuple(itertools.chain.from_iterable(leaf.shape for leaf in _leaves(spec)))
+        return self._open_trace.sizes[self.chosen].at(dimensions, lambda: self._extract(spec).op_graph.tensor_bytes)
 
     def _extract(self, spec: Any) -> ExtractedStep:
         """The step for an argument, traced and described.
