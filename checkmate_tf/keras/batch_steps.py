@@ -56,6 +56,11 @@ class BatchSteps:
         self._part_rows = 0
         self._steps_of_parts: dict[Hashable, tuple[object, PlannedStep | XlaStep]] = {}  # with their specifications
 
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on plans that batches of many sizes share."""
+        return [family.note for family in self._families.values() if family is not None and family.note]
+
     def plan(self, data: Any) -> None:
         """Plans for the signature of one batch, unless that was done before.
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from checkmate_tf.budget import is_fraction
+from checkmate_tf.budget import format_bytes, is_fraction
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound, StepError
 from checkmate_tf.keras import batch
 from checkmate_tf.lowering.open_trace import OpenTrace
@@ -25,7 +25,7 @@ from checkmate_tf.step.planned_step import PlannedStep
 _BEYOND = 1.6  # times the largest size seen: what is planned for where a batch is larger in some dimension
 _ABOVE = 1.1  # times its sizes: what is planned for where it is not, so that those that are hardly larger fit in
 _SHARES = (1.0, 0.5, 0.2, 0.0)  # of that room: what is tried in turn
-_MOST_PLANS = 6  # that are made for batches that a plan of larger ones would hold, too
+_MOST_PLANS = 6  # beyond which none is made for batches that a plan of larger ones holds, too
 _MUCH_SMALLER = 0.8  # times a plan's own batch, in elements: for one below that, another plan may be worth its search
 _CHEAP = 1.02  # times the unmodified step's time: what no other plan can be much faster than
 _TIME_SHARE = 1 / 3  # of the time limit, for each plan: several are made
@@ -74,9 +74,19 @@ class Family:
         self._profiled = profiled
         self._seen = list(seen)
         self._members: list[Member] = []
-        self._made = 0  # plans, those among them that were no better than others
+        self._made = 1  # plans, that of the first batch and those that were no better than others among them
         self._open: OpenShapes = ()
         self._trace: OpenTrace | None = None
+
+    @property
+    def note(self) -> str:
+        """A sentence on the plans, for the report; empty where there is none yet."""
+        plans = [
+            f"{' and '.join(map(str, member.largest))} (predicted: {member.step.candidate.overhead:.2f} times the "
+            f"unmodified step's time, {format_bytes(member.step.candidate.peak_bytes)})"
+            for member in sorted(self._members, key=lambda member: _elements(member.largest))
+        ]
+        return f"batches of many sizes share plans for those of up to {', '.join(plans)}." if plans else ""
 
     def step_for(self, data: Any, settings: Settings) -> PlannedStep:
         """The planned step for a batch: one that is known, or a new one.

@@ -152,7 +152,7 @@ class PlannedTraining:
         largest = max(planned, key=lambda step: step.candidate.peak_bytes)
         report = largest.report()
         of_others = [note for step in planned if step is not largest for note in step.notes]
-        more = dict.fromkeys([*of_others, *self._unplanned.notes])
+        more = dict.fromkeys([*of_others, *self._batches.notes, *self._unplanned.notes])
         return report.with_notes(note for note in more if note not in report.notes)
 
     def is_planned(self) -> bool:

@@ -19,7 +19,6 @@ from checkmate_tf.lowering import effects
 from checkmate_tf.lowering.rebuild import Lean, call_unoptimized
 from checkmate_tf.lowering.trace import TracedStep
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan, cheapest
-from checkmate_tf.planning.guard_blocks import STATES
 from checkmate_tf.planning.reuse import follow
 from checkmate_tf.reports import describe
 from checkmate_tf.reports.report import ImplementationRow, Report
@@ -233,7 +232,7 @@ class PlannedStep:
             return False
         memory = self.candidate.memory.with_sizes(self._profiled.tensor_bytes_at(spec))
         self._guard_blocks.clear()
-        peak_bytes = self._profiled.allocator_peak(memory, self.candidate.partition, STATES, self._most_bytes + 1)
+        peak_bytes = self._profiled.allocator_peak(memory, self.candidate.partition)
         self._divide()
         if peak_bytes is None or peak_bytes > self._most_bytes:
             return False

@@ -1,5 +1,7 @@
 """Batches that come in sizes are trained by a few plans, with the numbers of plain Keras and within the budget."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -108,6 +110,21 @@ def test_a_few_plans_train_batches_of_all_sizes_as_plain_keras_does(case, option
     assert case == "height and width" or any(step.report().recomputed for step in steps_of(planned))
 
 
+def test_fit_on_texts_in_buckets_of_their_lengths(options):
+    """As `fit` takes them: padded to the longest of a batch, fewer rows where they are long, a smaller last batch."""
+    random = np.random.default_rng(0)
+    examples = [(random.integers(1, VOCABULARY, n), random.normal(size=4)) for n in random.integers(4, 64, 120)]
+    spec = tf.TensorSpec((None,), tf.int32), tf.TensorSpec((4,), tf.float64)
+    data = tf.data.Dataset.from_generator(lambda: iter(examples), output_signature=spec)
+    data = data.bucket_by_sequence_length(lambda x, _: tf.shape(x)[0], [24, 44], [32, 16, 8])
+    plain, planned = built(lambda: text_model(mask=True)), built(lambda: text_model(mask=True))
+    checkmate_tf.compile(planned, "1GiB", **options)
+    histories = [model.fit(data, epochs=2, verbose=0) for model in (plain, planned)]
+    assert_same_logs(*histories)
+    assert_same_state(plain, planned)
+    assert len(steps_of(planned)) < len(planned_training(planned).steps)
+
+
 def test_a_model_that_takes_no_open_dimensions_has_a_plan_for_each_shape(options):
     """Its own code asks for the number of rows, which a trace with open dimensions has not."""
 
@@ -149,11 +166,17 @@ def test_a_batch_of_a_known_size_is_neither_traced_nor_searched_for(options, mon
     assert any((values_of(variable) != one).any() for variable, one in zip(state(model), before, strict=True))
 
 
-def test_lengths_that_rise_are_planned_for_ahead(options):
+def test_lengths_that_rise_are_planned_for_ahead_and_the_report_says_for_which(options):
     model = checkmate_tf.compile(built(text_model), "1GiB", **options)
     for batch in texts(range(8, 80, 2)):
         model.train_on_batch(*batch)
-    assert len(steps_of(model)) <= 7  # 8, 10, and for each 1.6 times the last
+    steps = steps_of(model)
+    assert len(steps) <= 7  # 8, 10, and for each 1.6 times the last
+    (note,) = [note for note in checkmate_tf.report(model).notes if "share plans" in note]
+    lengths = [int(length) for length in re.findall(rf"\({ROWS}, (\d{{2,}})\)", note)]
+    assert lengths == sorted(lengths)
+    assert len(lengths) == len(steps) - 1  # the first batch has its own
+    assert lengths[-1] >= 78
 
 
 SIZES = st.integers(1, 200)
