@@ -38,10 +38,21 @@ class OpenSizes:
         """
         if self._polynomial is not None and self._polynomial.holds(dimensions):
             return self._polynomial.at(dimensions)
-        self._dimensions.append(dimensions)
-        self._sizes.append(infer())
-        self._polynomial = _Polynomial.through(np.array(self._dimensions), np.array(self._sizes))
-        return self._sizes[-1]
+        sizes = infer()
+        self.learn(dimensions, sizes)
+        return sizes
+
+    def learn(self, dimensions: tuple[int, ...], sizes: Sizes) -> None:
+        """Remembers the sizes for a batch.
+
+        Args:
+            dimensions: As for `at`.
+            sizes: What `at` is to give for it.
+        """
+        if dimensions not in self._dimensions:
+            self._dimensions.append(dimensions)
+            self._sizes.append(sizes)
+            self._polynomial = _Polynomial.through(np.array(self._dimensions), np.array(self._sizes))
 
 
 class _Polynomial:

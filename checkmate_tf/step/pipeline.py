@@ -120,6 +120,8 @@ class ProfiledStep:
             asked = SPLITS[settings.implementations] if chosen == NONE else ()
             self._possible_parts = [parts for parts in asked if can_split(self._extracted, parts)]
         self.op_graph = op_graph = self._extracted.op_graph
+        if open_trace is not None:
+            open_trace.sizes[chosen].learn(_dimensions(spec), op_graph.tensor_bytes)
         self.device = devices.name_of(self.traced.interface.variables)
         constants = self.traced.constants_bytes
         self._large_constants = [size for size in constants if size >= LARGE_BYTES]
@@ -290,8 +292,8 @@ class ProfiledStep:
         """int64 (tensors,). Sizes of the step's tensors for another argument."""
         if self._open_trace is None:
             return self._extract(spec).op_graph.tensor_bytes
-        dimensions = tuple(itertools.chain.from_iterable(leaf.shape for leaf in _leaves(spec)))
-        return self._open_trace.sizes[self.chosen].at(dimensions, lambda: self._extract(spec).op_graph.tensor_bytes)
+        known = self._open_trace.sizes[self.chosen]
+        return known.at(_dimensions(spec), lambda: self._extract(spec).op_graph.tensor_bytes)
 
     def _extract(self, spec: Any) -> ExtractedStep:
         """The step for an argument, traced and described.
@@ -461,6 +463,10 @@ def _small_slots(plain: Memory, scalars: int, most_bytes: int) -> list[int]:
     for size, count in plain.most_at_once(_SMALL_BYTES, UNIT_BYTES).items():
         sizes += [size] * round(_MORE_SMALL * count)
     return [size for size, total in zip(sizes, itertools.accumulate(sizes), strict=True) if total <= most_bytes]
+
+
+def _dimensions(spec: Any) -> tuple[int, ...]:
+    return tuple(itertools.chain.from_iterable(leaf.shape for leaf in _leaves(spec)))
 
 
 def _leaves(spec: Any) -> list[tf.TensorSpec]:
