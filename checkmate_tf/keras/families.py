@@ -18,6 +18,7 @@ import tensorflow as tf
 from checkmate_tf.budget import format_bytes, is_fraction
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound, StepError
 from checkmate_tf.keras import batch
+from checkmate_tf.lowering.open_sizes import grown_together
 from checkmate_tf.lowering.open_trace import OpenTrace
 from checkmate_tf.step.pipeline import ProfiledStep, Settings
 from checkmate_tf.step.planned_step import PlannedStep
@@ -212,7 +213,7 @@ def larger_shapes(own: Shapes, seen: Sequence[Shapes], most: Shapes | None) -> l
     sizes = np.array([list(itertools.chain(*shapes)) for shapes in [own, *seen]])
     steps = np.gcd.reduce(np.abs(sizes - sizes[0]), axis=0)
     growth = np.zeros_like(sizes[0])
-    for together in _grown_together(sizes):
+    for together in grown_together(sizes):
         lead = max(together, key=lambda k: sizes[0][k])
         size, largest = int(sizes[0][lead]), int(sizes[1:, lead].max())
         target = _BEYOND * largest if size > largest else min(_ABOVE * size, largest)
@@ -225,19 +226,6 @@ def larger_shapes(own: Shapes, seen: Sequence[Shapes], most: Shapes | None) -> l
         flat = iter((sizes[0] + count * steps).tolist())
         found[tuple(tuple(next(flat) for _ in shape) for shape in own)] = None
     return list(found)
-
-
-def _grown_together(sizes: np.ndarray) -> list[list[int]]:
-    """Groups of the dimensions that differ, of int (batches, dimensions): those in proportion to each other.
-
-    Proportions are those of the differences from the first batch.
-    """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for k, differences in enumerate((sizes - sizes[0]).T):
-        step = np.gcd.reduce(differences)
-        if step:
-            groups.setdefault(tuple((differences // step).tolist()), []).append(k)
-    return list(groups.values())
 
 
 def _elements(shapes: Shapes) -> int:

@@ -55,6 +55,19 @@ class OpenSizes:
             self._polynomial = _Polynomial.through(np.array(self._dimensions), np.array(self._sizes))
 
 
+def grown_together(dimensions: npt.NDArray[np.int64]) -> list[list[int]]:
+    """Groups of the dimensions that differ, those in proportion to each other.
+
+    Args:
+        dimensions: int64 (batches, dimensions). Proportions are those of the differences from the first batch.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for k, differences in enumerate((dimensions - dimensions[0]).T):
+        if differences.any():
+            groups.setdefault(tuple((differences // np.gcd.reduce(differences)).tolist()), []).append(k)
+    return list(groups.values())
+
+
 class _Polynomial:
     """Of each tensor's bytes in the dimensions that vary.
 
@@ -74,13 +87,10 @@ class _Polynomial:
     @classmethod
     def through(cls, sample: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> _Polynomial | None:
         """One that gives all these sizes; None where there is none, or not enough to tell."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for k, differences in enumerate((sample - sample[0]).T):
-            if differences.any():
-                groups.setdefault(tuple((differences // np.gcd.reduce(differences)).tolist()), []).append(k)
+        groups = grown_together(sample)
         if len(groups) > _MOST_DIMENSIONS or len(sample) < (1 + _DEGREE) ** len(groups) + _CHECKS:
             return None
-        found = cls(sample, list(groups.values()), sizes)
+        found = cls(sample, groups, sizes)
         return found if found.error_bytes < _EXACT_BYTES else None
 
     def _terms(self, dimensions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

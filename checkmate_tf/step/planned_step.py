@@ -75,7 +75,6 @@ class PlannedStep:
         self._draws_in_kernels = effects.draws_in_kernels(profiled.traced)
         self._may_update_later = effects.updates_in_branches(profiled.traced)
         self._trial_peaks: list[int | None] = []
-        self._is_drawn = False  # the batch comes from a pipeline, which may draw others while the step runs
         self._before_bytes: int | None = None  # in use before the last run of a trial
         self._most_before_bytes = 0  # in use before a run that was measured
         self._others_bytes: collections.deque[int] = collections.deque(maxlen=self._LASTING_RUNS)
@@ -179,7 +178,6 @@ class PlannedStep:
         Raises:
             NoScheduleFound: No plan was found that keeps the budget when it runs. Nothing has changed.
         """
-        self._is_drawn = not can_move
         self._take_lease(batch, can_move)
         if self._trusted_at == self._lease.moves:
             return self._run(batch.pop())
@@ -412,7 +410,7 @@ class PlannedStep:
         """Runs the step once. It is planned again before the next run if it took too much.
 
         What others hold before or behind the run that they did not when the step was tried is not the step's, unless it
-        stays. Batches that a pipeline draws come and go, also while the step runs: on a CPU two of them are not its.
+        stays: batches that a pipeline draws come and go, also while it runs.
         """
         device = self._profiled.device
         in_use_bytes = devices.in_use_bytes(device)
@@ -430,8 +428,7 @@ class PlannedStep:
         in_use_bytes = max(in_use_bytes, devices.in_use_bytes(device))
         others_bytes = 0 if self._before_bytes is None else max(0, in_use_bytes - self._before_bytes)
         lasting_bytes = self._lasting_of_others(others_bytes)
-        drawn_bytes = _DRAWN_BATCHES * self._profiled.batch_bytes if self._is_drawn and devices.is_cpu(device) else 0
-        allowed_bytes = self.budget_bytes + max(drawn_bytes, others_bytes - lasting_bytes)
+        allowed_bytes = self.budget_bytes + others_bytes - lasting_bytes
         if self._replans < self._MOST_REPLANS and peak_bytes > max(allowed_bytes, seen_bytes):
             self._plan_again(peak_bytes, lasting_bytes)
         return results

@@ -107,29 +107,6 @@ def test_a_step_above_its_budget_is_planned_again_with_that_much_less(options, m
 
 
 @pytest.mark.alone
-def test_two_batches_that_a_pipeline_draws_meanwhile_have_no_step_planned_again(options, monkeypatch):
-    """They come and go while the step runs, so nothing that can be seen before or behind it tells whose they are."""
-    model = compiled(sequential(depth=2, dropout=0))
-    x, y = map(tf.constant, images(BATCH))
-    checkmate_tf.compile(model, 0.9, **options)
-    model.train_on_batch(x, y)
-    budget, true = checkmate_tf.report(model).budget_bytes, devices.peak_bytes
-    batch_bytes = 8 * (int(tf.size(x)) + int(tf.size(y)))
-    for batches, is_planned_again in [(2, False), (3, True)]:
-        asked = []
-
-        def more(device, asked=asked, batches=batches):
-            """The second question is the one after the step."""
-            asked.append(device)
-            return budget + batches * batch_bytes if len(asked) == 2 else true(device)
-
-        monkeypatch.setattr(devices, "peak_bytes", more)
-        model.train_on_batch(x, y)
-        assert len(asked) >= 2
-        assert bool(replanned(model)) == is_planned_again
-
-
-@pytest.mark.alone
 def test_what_others_hold_beside_the_step_does_not_have_it_planned_again(options):
     """Replanning cannot lower that, but may itself take more than the budget while plans are played."""
     model = compiled(sequential(depth=2, dropout=0))
