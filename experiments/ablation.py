@@ -108,8 +108,8 @@ MECHANISMS = {
         "no map of memory is asked for, so that the allocator is waited for each time that it runs out",
         seam=(out_of_memory, "learn"),
         replacement=lambda _: None,
-        watched=(out_of_memory, "runs_out"),
-        acts=lambda runs_out, *_: bool(runs_out),
+        watched=(out_of_memory, "foreseen_peak"),
+        acts=lambda peak, *_: peak == out_of_memory.NO_ROOM,
         limited=True,
     ),
 }

@@ -35,7 +35,8 @@ def allocator_peak(
         disturbing_bytes: For each run of the plan, sizes of blocks that are held meanwhile. A batch that comes to lie
             elsewhere does as much. They do not count, but what they get beyond their sizes does.
         enough_bytes: A run that takes this much is the last.
-        most_bytes: That may be in use meanwhile, everything included, rounding aside.
+        most_bytes: That may be in use meanwhile, everything included; what the allocator gives beyond requests comes
+            on top, unless there is a map of its memory: then nothing is played.
 
     Returns:
         Bytes, what is in use already included; None where the memory runs out, or more than `most_bytes` is needed.
@@ -44,8 +45,13 @@ def allocator_peak(
         return None
     counted = memory.large_events(devices.uncounted_below_bytes(device))  # the others are in another allocator
     events = memory.event_buffer[counted], memory.event_bytes[counted]
-    if _is_beyond_limit(sum(partition), device) or out_of_memory.runs_out(*events, device, partition, disturbing_bytes):
+    if _is_beyond_limit(sum(partition), device):
         return None
+    foreseen = out_of_memory.foreseen_peak(*events, device, partition, disturbing_bytes, most_bytes)
+    if foreseen == out_of_memory.NO_ROOM:
+        return None
+    if foreseen is not None and most_bytes is not None:  # to play it might take more
+        return foreseen
     guard_blocks = _guard_blocks(partition, device, most_bytes)
     if guard_blocks is None:
         if most_bytes is None:

@@ -1,9 +1,10 @@
-"""Foresees that memory runs out, so that the device's allocator need not be asked.
+"""Foresees what a plan takes, so that the device's allocator need not be asked.
 
-To say so takes TensorFlow's allocator ten seconds, in which it waits for other threads. Near a hard limit that is its
-answer to most plans. So when it has said so once, it is asked for a map of its memory, which takes as long once more,
-and from then on a replay of the allocator that starts from the map answers first. A map is good for as long as the free
-chunks lie where it says.
+To say that memory runs out takes TensorFlow's allocator ten seconds, in which it waits for other threads. Near a hard
+limit that is its answer to most plans. So when it has said so once, it is asked for a map of its memory, which takes as
+long once more, and from then on a replay of the allocator that starts from the map answers first. Once training has
+begun, the same replay says what other plans would take, as to play them would take that much. A map is good for as long
+as the free chunks lie where it says.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate_tf.core.allocator import UNIT_BYTES, BfcAllocator, gpu, play
-from checkmate_tf.core.guard_blocks import divide, lies_behind
+from checkmate_tf.core.guard_blocks import UNLIMITED_BYTES, divide, lies_behind
 from checkmate_tf.device_memory.allocation_replay import address, allocator_config, empty, observe
-from checkmate_tf.device_memory.device import grows, in_use_bytes, is_cpu
+from checkmate_tf.device_memory.device import counted_bytes, grows, in_use_bytes, is_cpu
 from checkmate_tf.errors import CheckmateError
 
+NO_ROOM = 1 << 62  # more than any device has
 _MOST_PROBES = 8  # free chunks, the largest of the map, of which is seen whether they are still there
 _LEAST_PROBE_BYTES = 1 << 18
 
@@ -43,14 +45,25 @@ def learn(device: str) -> None:
         _maps[device] = BfcAllocator(config, state)
 
 
-def runs_out(
+def is_known(device: str, most_bytes: int | None = None) -> bool:
+    """Whether there is a map of the device's memory as it is now.
+
+    Args:
+        device: Device whose allocator is meant.
+        most_bytes: That may be in use while the map is compared with the memory, everything included.
+    """
+    return _known(device, most_bytes) is not None
+
+
+def foreseen_peak(
     buffer: np.ndarray,
     nbytes: np.ndarray,
     device: str,
     partition: Sequence[int] = (),
     disturbing_bytes: Sequence[Sequence[int]] = ((),),
-) -> bool:
-    """Whether memory is known to run out in a run of a plan, or before it.
+    most_bytes: int | None = None,
+) -> int | None:
+    """The highest peak of some runs of a plan, if there is a map of the memory as it is now.
 
     Args:
         buffer: As for `replay_allocations`.
@@ -58,41 +71,59 @@ def runs_out(
         device: Device whose allocator is meant.
         partition: As for `guard_blocks.allocator_peak`.
         disturbing_bytes: As for `guard_blocks.allocator_peak`.
+        most_bytes: As for `guard_blocks.allocator_peak`.
+
+    Returns:
+        Bytes, as `guard_blocks.allocator_peak` returns them; `NO_ROOM` where memory runs out in a run or before it;
+        None where there is no map.
     """
-    known = _known(device)
+    known = _known(device, most_bytes)
     if known is None:
-        return False
+        return None
     allocator = known.copy()
+    room_bytes = UNLIMITED_BYTES if most_bytes is None else most_bytes - allocator.in_use_bytes
+    if sum(partition) > room_bytes:
+        return NO_ROOM
     guard_blocks = divide(
         partition,
         allocator.config.uncounted_below_bytes,
         allocator.allocate,
         allocator.free,
         lies_behind if is_cpu(device) else lambda *_: True,
+        room_bytes,
     )
-    if guard_blocks is None:
-        return True
+    if guard_blocks is None or (most_bytes is not None and allocator.peak_bytes > most_bytes):
+        return NO_ROOM
+    worst = 0
     for sizes in disturbing_bytes:
         disturbed = allocator.copy()
-        if any(disturbed.allocate(size) is None for size in sizes) or not play(disturbed, buffer, nbytes).fits:
-            return True
-    return False
+        if any(disturbed.allocate(size) is None for size in sizes):
+            return NO_ROOM
+        played = play(disturbed, buffer, nbytes)
+        if not played.fits:
+            return NO_ROOM
+        worst = max(worst, played.peak_bytes - counted_bytes(device, sizes))
+    return worst
 
 
-def _known(device: str) -> BfcAllocator | None:
+def _known(device: str, most_bytes: int | None) -> BfcAllocator | None:
     """The allocator as it is now, if there is a map of it."""
     known = _maps.get(device)
     if known is None:
         return None
-    if known.in_use_bytes == in_use_bytes(device) and (not is_cpu(device) or _lies_as_before(known, device)):
+    if known.in_use_bytes == in_use_bytes(device) and (
+        not is_cpu(device) or _lies_as_before(known, device, most_bytes)
+    ):
         return known
     del _maps[device]
     return None
 
 
-def _lies_as_before(known: BfcAllocator, device: str) -> bool:
+def _lies_as_before(known: BfcAllocator, device: str, most_bytes: int | None) -> bool:
     """Whether large free chunks are where a map says: a request for just one of them gets it."""
-    sizes = [size for size in known.free_chunks_bytes()[-_MOST_PROBES:] if size >= _LEAST_PROBE_BYTES]
+    room_bytes = UNLIMITED_BYTES if most_bytes is None else most_bytes - known.in_use_bytes
+    free_bytes = [size for size in known.free_chunks_bytes() if _LEAST_PROBE_BYTES <= size <= room_bytes]
+    sizes = free_bytes[-_MOST_PROBES:]
     with tf.device(device):
         for size in sizes:
             expected = known.copy().allocate(size)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import logging
 import time
 from collections.abc import Callable, Container, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from checkmate_tf.core.plan import Plan, compile_plan
 from checkmate_tf.core.requirements import working_set_bytes
 from checkmate_tf.core.simulate import Memory, simulate
 from checkmate_tf.device_memory import device as devices
-from checkmate_tf.device_memory import guard_blocks
+from checkmate_tf.device_memory import guard_blocks, out_of_memory
 from checkmate_tf.device_memory.compaction import compact, make_room
 from checkmate_tf.device_memory.lease import lease
 from checkmate_tf.device_memory.reserved_slots import ReservedSlots
@@ -41,6 +42,8 @@ from checkmate_tf.planning.implementation_selection import NONE, OWN, Implementa
 from checkmate_tf.planning.planner import Planner
 from checkmate_tf.planning.reuse import replay
 from checkmate_tf.reports.report import ChoiceRow
+
+_log = logging.getLogger(__name__)
 
 _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
 _MORE_ROOM_BYTES = 256 << 20  # where this much is left of a free block, a request gets no more of it than it asked for
@@ -275,6 +278,18 @@ class ProfiledStep:
         """From now on no plan is played on the device's allocator that takes more: it counts as one without room."""
         for variant in self._variants.values():
             variant._most_bytes = nbytes
+
+    def foresee_memory(self) -> None:
+        """Learns where the device's free memory lies, to see what plans would take without playing them there.
+
+        It takes ten seconds, in which TensorFlow waits for memory that nobody has.
+        """
+        if not out_of_memory.is_known(self.device, self._most_bytes):
+            _log.warning(
+                "training has begun, so no plan is played on the allocator: it is asked for a map of its memory, which "
+                "takes 10 s. TensorFlow's message that it ran out of memory, trying to allocate 128 TiB, is its answer."
+            )
+            out_of_memory.learn(self.device)
 
     def divide(self, partition: Sequence[int]) -> list[tf.Tensor]:
         """Divides the device's free memory for as long as what is returned is held."""

@@ -473,7 +473,12 @@ class PlannedStep:
         Returns:
             Whether there is one, known or found in time.
         """
-        found = self._plan_for_now() or self._other_plan()
+        found = None if self._replans else self._plan_for_now()
+        if found is None and self._has_trained:
+            self._guard_blocks.clear()
+            self._profiled.foresee_memory()
+            found = self._plan_for_now()
+        found = found or self._other_plan()
         if found is None:
             return False
         if found.plan is not self.candidate.plan:

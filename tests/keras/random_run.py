@@ -36,9 +36,9 @@ from checkmate_tf._files import write_atomically
 
 HERE = pathlib.Path(__file__).parent
 TIMEOUT_S = 900.0  # for one model
-BUDGET = ("outcome", "budget_bytes", "predicted_bytes", "peak_bytes", "recomputed", "trials")
+BUDGET = ("outcome", "budget_bytes", "predicted_bytes", "peak_bytes", "recomputed", "trials", "exceeded")
 FAILURES = ("over", "wrong", "exception", "crash", "timeout")
-VERSION = 4
+VERSION = 5
 PACKAGES = ("tensorflow", "keras", "ortools", "numpy", "checkmate_tf")
 
 
@@ -179,6 +179,7 @@ def summary(results: list[dict]) -> dict:
     errors = [abs(budget["predicted_bytes"] / budget["peak_bytes"] - 1) for budget in trained]
     plain = [row["plain_bytes"] for row in results if "budgets" in row]
     trials = sorted(budget["trials"] for budget in trained)
+    exceeded = sorted(budget["exceeded"] for budget in trained)
     return {
         "models": len(results),
         "outcomes": dict(collections.Counter(row["outcome"] for row in results)),
@@ -187,15 +188,21 @@ def summary(results: list[dict]) -> dict:
         "families": dict(collections.Counter(row["family"] for row in results)),
         "refused_above_a_trained_one": sum(map(_refused_above_trained, results)),
         "share_with_recomputation": round(sum(b["recomputed"] > 0 for b in trained) / max(1, len(trained)), 3),
-        "trials": {
-            "median": statistics.median(trials) if trials else 0,
-            "of_nine_in_ten": trials[-(-9 * len(trials) // 10) - 1] if trials else 0,
-            "most": max(trials, default=0),
-        },
+        "trials": _spread(trials),
+        "trials_above_the_budget": _spread(exceeded),
         "amplified_rounding": sum(row.get("amplified", False) for row in results),
         "predicted_worse_than_3_percent": sum(error > 0.03 for error in errors),
         "largest_prediction_error": max(errors, default=0.0),
         "plain_bytes": [min(plain, default=0), max(plain, default=0)],
+    }
+
+
+def _spread(counts: list[int]) -> dict[str, float]:
+    """Of counts in ascending order."""
+    return {
+        "median": statistics.median(counts) if counts else 0,
+        "of_nine_in_ten": counts[-(-9 * len(counts) // 10) - 1] if counts else 0,
+        "most": max(counts, default=0),
     }
 
 

@@ -191,6 +191,7 @@ class _Check:
             "predicted_bytes": report.predicted_peak_bytes,
             "recomputed": sum(report.recomputed.values()),
             "trials": len(report.trial_peaks_bytes),
+            "exceeded": sum(peak is None or peak > report.budget_bytes for peak in report.trial_peaks_bytes),
             "notes": list(report.notes),
         }
         if over := self._watch.above(report.budget_bytes + self.more_bytes):

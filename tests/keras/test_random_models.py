@@ -122,7 +122,7 @@ def test_a_state_is_put_back_to_the_bit():
 
 
 def row(*outcomes: str, recipe=None) -> dict:
-    numbers = {"peaks_bytes": [90, 80], "predicted_bytes": 88, "recomputed": 3, "trials": 1}
+    numbers = {"peaks_bytes": [90, 80], "predicted_bytes": 88, "recomputed": 3, "trials": 1, "exceeded": 0}
     budgets = [
         {"outcome": outcome, "budget_bytes": 100 + k, **(numbers if outcome == "trained" else {"why": "/a/b.py: so"})}
         for k, outcome in enumerate(outcomes)
@@ -133,7 +133,7 @@ def row(*outcomes: str, recipe=None) -> dict:
 
 def test_a_row_says_what_came_of_each_budget():
     kept = row("refused", "trained", "over")
-    assert kept["budgets"][1] == ["trained", 101, 88, 90, 3, 1]
+    assert kept["budgets"][1] == ["trained", 101, 88, 90, 3, 1, 0]
     assert len(kept["budgets"][1]) == len(BUDGET)
     assert kept["whys"] == {0: "b.py: so", 2: "b.py: so"}
     assert has_failed(kept)
@@ -147,6 +147,7 @@ def test_a_summary_counts_budgets_and_refusals_that_contradict_themselves():
     assert found["failures"] == {"wrong": 1}
     assert found["refused_above_a_trained_one"] == 1
     assert found["trials"] == {"median": 1, "of_nine_in_ten": 1, "most": 1}
+    assert found["trials_above_the_budget"] == {"median": 0, "of_nine_in_ten": 0, "most": 0}
 
 
 def test_the_docs_say_how_many_models_came_out_right():
