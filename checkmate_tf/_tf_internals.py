@@ -10,7 +10,7 @@ that have no function in Python (`_ParallelConcatUpdate`), which graphs name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -73,6 +73,7 @@ __all__ = [
     "WrappedFunction",
     "all_layers",
     "build_from",
+    "captured_by",
     "compilation",
     "compile_options",
     "context",
@@ -107,6 +108,15 @@ def registered_gradients() -> dict[str, Any]:
 def is_jit_compiled(function: Any) -> bool:
     """Whether a tf.function was made with jit_compile=True."""
     return bool(getattr(function, "_jit_compile", None))
+
+
+def captured_by(function: Any) -> list[Any]:
+    """What a concrete function is fed with behind its arguments: tensors, and functions that make one for each call."""
+
+    def fresh(make: Callable[[], Any]) -> Callable[[], tf.Tensor]:
+        return lambda: tf.nest.flatten(make(), expand_composites=True)[0]
+
+    return [fresh(one) if callable(one) else one for one in function._captured_inputs]
 
 
 def all_layers(model: keras.Model, *, include_self: bool = True) -> list[keras.layers.Layer]:

@@ -25,7 +25,7 @@ def as_tensors(data):
 def _as_tensor(leaf):
     if leaf is None or isinstance(leaf, tf.experimental.Optional):
         return None
-    if isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
+    if isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, tf.distribute.DistributedValues)):
         return leaf
     before_bytes = device.in_use_bytes(_HOST)
     tensor = tf.convert_to_tensor(leaf)

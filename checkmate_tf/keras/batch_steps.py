@@ -14,7 +14,7 @@ from checkmate_tf._tf_internals import all_layers, build_from
 from checkmate_tf.budget import is_fraction
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.errors import BatchError, InfeasibleBudget, ModelError, NoScheduleFound, StepError
-from checkmate_tf.keras import batch, update_steps
+from checkmate_tf.keras import batch, replicas, update_steps
 from checkmate_tf.keras.families import Family, can_begin
 from checkmate_tf.keras.independence import why_rows_depend
 from checkmate_tf.keras.microbatches import AUTO, Accumulation, MicrobatchedStep, Ways, Whole
@@ -24,11 +24,12 @@ from checkmate_tf.lowering.open_trace import OpenTrace
 from checkmate_tf.planning.implementation_selection import NONE
 from checkmate_tf.step.pipeline import ProfiledStep, Settings
 from checkmate_tf.step.planned_step import PlannedStep
+from checkmate_tf.step.replicated_step import ReplicatedStep
 from checkmate_tf.step.xla_step import XlaStep
 
 _log = logging.getLogger(__name__)
 
-AnyStep = PlannedStep | XlaStep | MicrobatchedStep
+AnyStep = PlannedStep | XlaStep | MicrobatchedStep | ReplicatedStep
 
 
 class BatchSteps:
@@ -68,10 +69,19 @@ class BatchSteps:
             BatchError: Such batches are not planned.
             InfeasibleBudget, NoScheduleFound: As the planner says.
         """
-        key = batch.signature(data)
+        one = self.of_one(data)
+        key = batch.signature(one)
         if key not in self.of:
-            self.of[key] = self._planned(data)
-            self._specs[key] = batch.spec_of(data)
+            self.of[key] = self._planned(data) if one is data else self._replicated(data, one)
+            self._specs[key] = batch.spec_of(one)
+
+    def of_one(self, data: Any) -> Any:
+        """What one replica is given of a batch: all of it, where there is but one.
+
+        Raises:
+            BatchError: Replicas are given other shapes.
+        """
+        return replicas.parts(data)[0] if replicas.is_replicated(self._model) else data
 
     def run_unmodified(self, key: Hashable) -> None:
         """Batches of a signature run unmodified from now on."""
@@ -83,7 +93,7 @@ class BatchSteps:
 
     def is_for_xla(self) -> bool:
         """Whether the planned step is a program of XLA's, as the model's own is: where XLA keeps recomputation."""
-        if not self._model.jit_compile:
+        if not self._model.jit_compile or replicas.is_replicated(self._model):
             return False
         values = [variable.value for variable in self._model.trainable_variables]
         # A model that is not built yet will lie where TensorFlow puts all else.
@@ -95,17 +105,31 @@ class BatchSteps:
         Raises:
             BatchError: Such batches are not planned.
         """
-        if not batch.is_dense(data):
-            raise BatchError(
-                "ragged and sparse batches are not planned: make them dense, padded to a fixed shape "
-                "(to_tensor(shape=...), tf.sparse.to_dense)."
-            )
         self._prepare(data)
         if self._accumulation is not None:  # the batches before were cut in parts
             return self._in_parts(data, self._settings_for(data), self._part_rows)
         if self._settings.microbatches == 1 or self.has_trained:
             return self._of_family(data) or self._whole(data, self._settings_for(data))
         return self._first_in_parts(data, batch.rows_of(batch.spec_of(data)))
+
+    def _replicated(self, data, one) -> ReplicatedStep:
+        """A planned step for all replicas.
+
+        Args:
+            data: The batch.
+            one: What one replica is given of it.
+
+        Raises:
+            ModelError, BatchError: Such steps are not planned.
+            InfeasibleBudget, NoScheduleFound: As the planner says.
+        """
+        if self._settings.microbatches != 1:
+            raise ModelError("microbatches are not planned for several replicas: leave them at 1.")
+        self._prepare(one)
+        more = self._model.distribute_strategy, replicas.mean
+        whole = self._smallest_whole(one, self._known())
+        part = None if whole is None else ReplicatedStep.of_part(whole, self.step, data, *more)
+        return part or ReplicatedStep.of(self.step, data, self._settings_for(one), *more)
 
     def _of_family(self, data) -> PlannedStep | None:
         """A planned step that runs batches of several shapes, where they come in such; None where it is for one."""
@@ -136,8 +160,11 @@ class BatchSteps:
 
     def _whole(self, data, settings: Settings) -> PlannedStep | XlaStep:
         """A planned step for a batch in one part."""
-        known = [(self._specs[key], step) for key, step in self.of.items() if step is not None]
-        return self._planned_as(self.step, data, settings, known)
+        return self._planned_as(self.step, data, settings, self._known())
+
+    def _known(self) -> list:
+        """Specifications of batches, each with the planned step for it."""
+        return [(self._specs[key], step) for key, step in self.of.items() if step is not None]
 
     def _first_in_parts(self, data, rows: int) -> AnyStep:
         """A planned step for the first batch, in as many parts as the user asked for.
@@ -200,8 +227,7 @@ class BatchSteps:
             settings: Budget and options.
             known: Specifications of batches, each with the planned step for it.
         """
-        wholes = [(spec, planned) for spec, planned in known if batch.is_part_of(data, spec)]
-        whole = min(wholes, key=lambda one: batch.rows(one[0]))[1] if wholes else None
+        whole = self._smallest_whole(data, known)
         if self.is_for_xla():
             part = None if whole is None else XlaStep.of_part(whole, step, data)
             return part or XlaStep.of(step, data, settings)
@@ -209,6 +235,11 @@ class BatchSteps:
         if whole is not None:
             part = PlannedStep.of_part(whole, self._profiled(step, data, settings, whole.candidate.chosen))
         return part or PlannedStep.of(self._profiled(step, data, settings))
+
+    def _smallest_whole(self, data, known: list) -> AnyStep | None:
+        """The planned step for the smallest batch of those known that a batch is a part of, or None."""
+        wholes = [(spec, planned) for spec, planned in known if batch.is_part_of(data, spec)]
+        return min(wholes, key=lambda one: batch.rows(one[0]))[1] if wholes else None
 
     def _in_parts(self, data, settings: Settings, rows: int) -> MicrobatchedStep:
         """A planned step for a batch in parts of so many rows."""
@@ -261,7 +292,16 @@ class BatchSteps:
         )
 
     def _prepare(self, data) -> None:
-        """Builds the model, whose own step this is."""
+        """Builds the model, whose own step this is.
+
+        Raises:
+            BatchError: Such batches are not planned.
+        """
+        if not batch.is_dense(data):
+            raise BatchError(
+                "ragged and sparse batches are not planned: make them dense, padded to a fixed shape "
+                "(to_tensor(shape=...), tf.sparse.to_dense)."
+            )
         if not is_overridden(self._model, "train_step"):  # which may train other models than this one
             self._build(data)
             check_trainable(self._model)

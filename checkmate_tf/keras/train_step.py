@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from checkmate_tf._tf_internals import compilation
 from checkmate_tf.errors import CheckmateError, ModelError, StepError
-from checkmate_tf.keras import batch
+from checkmate_tf.keras import batch, replicas
 from checkmate_tf.keras.batch_steps import AnyStep, BatchSteps, check_trainable, is_overridden
 from checkmate_tf.keras.unplanned import WITHOUT_XLA, Guard, Unplanned, is_refusal, planning_error
 from checkmate_tf.planning.implementation_selection import NONE
@@ -75,6 +75,11 @@ def on_batch(
     reason = _why_unplanned(model)
     if reason is not None:
         raise ModelError(reason)
+    if replicas.is_replicated(model):
+        raise ModelError(
+            "several replicas are planned by checkmate_tf.compile only: for all else, build the model without a "
+            "strategy and describe the batch of one replica."
+        )
     return training.on_spec(input_spec, lambda data: use(training.profiled(data), data))
 
 
@@ -185,7 +190,7 @@ class PlannedTraining:
 
     def _plan_and_try(self, data) -> None:
         self.plan(data)
-        self.steps[batch.signature(data)].try_out(data)
+        self.steps[batch.signature(self._batches.of_one(data))].try_out(data)
 
     def on_spec(self, input_spec: Any, use: Callable[[Any], Result]) -> Result:
         """Calls `use` with a batch of zeros.
@@ -195,7 +200,11 @@ class PlannedTraining:
             PlanningError: What is done with it failed.
         """
         try:
-            return use(self._without_absent(batch.zeros_of(input_spec)))
+            if replicas.is_replicated(self._model):
+                data = replicas.specified(input_spec, self._model.distribute_strategy)
+            else:
+                data = batch.zeros_of(input_spec)
+            return use(self._without_absent(data))
         except StepError as error:
             raise ModelError(
                 "the training step does not run on a batch like input_spec, which must have the structure, shapes and "
@@ -285,7 +294,9 @@ class PlannedTraining:
         try:
             can_move = not any(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(data))
             data = self._without_absent(batch.as_tensors(data))
-            key = batch.signature(data)
+            if replicas.is_replicated(self._model):
+                data = replicas.as_distributed(data, self._model.distribute_strategy)
+            key = batch.signature(self._batches.of_one(data))
             self.plan(data)
             if self.steps[key] is None:
                 return self._plain(iter([data]))
@@ -341,9 +352,7 @@ def _why_unplanned(model: keras.Model) -> str | None:
     """Why a model cannot be planned as it is compiled now, and what to do; or None."""
     if model.run_eagerly:
         return "run_eagerly=True leaves nothing to plan: compile the model with run_eagerly=False."
-    if model.distribute_strategy.num_replicas_in_sync > 1:
-        return "several replicas (tf.distribute) are not planned: build and train the model on one device."
-    return None
+    return replicas.why_unplanned(model.distribute_strategy) if replicas.is_replicated(model) else None
 
 
 def _check(model) -> None:

@@ -14,6 +14,8 @@ READS_OF_VARIABLES = frozenset(
     {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
 )
 """Types of the ops that have state only because they read a variable."""
+COLLECTIVE = "Collective"
+"""How the types of ops begin in which several devices take part."""
 
 
 def body(name: str, bodies: Bodies) -> function_pb2.FunctionDef | None:

@@ -60,6 +60,8 @@ _HARMLESS = READS_OF_VARIABLES | {
     "Assert",
     "CheckNumerics",
     "CheckNumericsV2",
+    "CollectiveGatherV2",
+    "CollectiveReduceV2",
     "CudnnRNN",
     "CudnnRNNBackprop",
     "CudnnRNNBackpropV2",

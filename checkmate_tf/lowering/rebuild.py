@@ -12,8 +12,11 @@ from tensorflow.core.protobuf import config_pb2
 from checkmate_tf._tf_internals import AtomicFunction, FuncGraph, VariableHolder, WrappedFunction, context
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.plan import Plan
+from checkmate_tf.device_memory import device
+from checkmate_tf.lowering import replicas
 from checkmate_tf.lowering.branches import GATE_IN, GATE_OUT, called, gate
 from checkmate_tf.lowering.creation import op_of
+from checkmate_tf.lowering.definitions import COLLECTIVE
 from checkmate_tf.lowering.in_place import NOT_FOLDED, in_place, one_row, writable
 from checkmate_tf.lowering.onednn import MERGEABLE
 from checkmate_tf.lowering.trace import TracedStep
@@ -88,23 +91,52 @@ def rebuild(traced: TracedStep, graph: OpGraph, plan: Plan) -> Any:
     Returns:
         A concrete function with the feeds of the traced step, its shared constants behind them, and its fetches.
     """
-    graph_def, latest = planned_graph_def(traced, graph, plan)
+    graph_def, _, *names = _planned(traced, graph, plan)
+    return as_function(graph_def, *names)
+
+
+def rebuild_replicas(traced: TracedStep, graph: OpGraph, plan: Plan, devices: Sequence[str]) -> Any:
+    """Builds the function in which each replica runs a plan on its own device.
+
+    Args:
+        traced: The step of the first replica.
+        graph: As for `rebuild`.
+        plan: As for `rebuild`.
+        devices: Of the replicas, by their full names.
+
+    Returns:
+        A concrete function with the feeds and fetches of `rebuild`, those of each replica behind the last one's.
+    """
+    graph_def, turns, *names = _planned(traced, graph, plan)
+    of_all = ([replicas.named(name, k) for k in range(len(devices)) for name in one] for one in names)
+    share = device.is_cpu(devices[0])
+    return as_function(replicas.joined(graph_def, devices, turns if share else ()), *of_all)
+
+
+def _planned(
+    traced: TracedStep, graph: OpGraph, plan: Plan
+) -> tuple[graph_pb2.GraphDef, list[replicas.Turn], list[str], list[str], list[str]]:
+    """The plan as a GraphDef, the turns of its ops, and the names that `as_function` takes."""
+    graph_def, latest, turns = planned_graph_def(traced, graph, plan)
     made_once = {graph.names[op] for op in graph.recompute_variants}  # all outputs but the first
 
     def renamed(tensor: str) -> str:
         op, _, output = tensor.partition(":")
         return tensor if op in made_once and int(output or 0) else f"{latest.get(op, op)}:{output or 0}"
 
-    return as_function(
+    return (
         graph_def,
+        turns,
         [*traced.interface.feeds, *(f"{name}:0" for name in traced.shared_constants)],
         [renamed(name) for name in traced.interface.fetches],
         [latest[name] for name in traced.interface.side_effects if name in latest],
     )
 
 
-def planned_graph_def(traced: TracedStep, graph: OpGraph, plan: Plan) -> tuple[graph_pb2.GraphDef, dict[str, str]]:
-    """The plan as a GraphDef, and for each op the name of its last run."""
+def planned_graph_def(
+    traced: TracedStep, graph: OpGraph, plan: Plan
+) -> tuple[graph_pb2.GraphDef, dict[str, str], list[replicas.Turn]]:
+    """The plan as a GraphDef, for each op the name of its last run, and the turns of those that compute."""
     nodes = {node.name: node for node in traced.graph_def.node}
     built = graph_pb2.GraphDef()
     built.versions.CopyFrom(traced.graph_def.versions)
@@ -116,6 +148,7 @@ def planned_graph_def(traced: TracedStep, graph: OpGraph, plan: Plan) -> tuple[g
     built.node.extend([one_row()] if variables else [])
     built.node.extend(_fed(nodes[name]) for name in traced.shared_constants)
     chain = _Chain(graph)
+    turns: list[replicas.Turn] = []
     for op, instance, sources in zip(plan.ops.tolist(), plan.instance.tolist(), plan.sources, strict=True):
         if graph.names[op] in traced.shared_constants:
             names.append(graph.names[op])
@@ -136,6 +169,7 @@ def planned_graph_def(traced: TracedStep, graph: OpGraph, plan: Plan) -> tuple[g
         ]  # hidden inputs last
         if graph.is_ordered[op]:
             kinds = [(nodes[graph.names[plan.ops[s]]].op, names[s]) for s in sources]
+            is_merged = chain.is_merged(op, kinds)
             for k in chain.must_keep_apart(op, kinds):
                 data[k] = (_identity(built, node, k, data[k]), "")
             controls |= chain.append(op, f"{node.name}/{GATE_OUT}" if is_gated else node.name)
@@ -150,12 +184,21 @@ def planned_graph_def(traced: TracedStep, graph: OpGraph, plan: Plan) -> tuple[g
         if constant[-1] and node.op != "Const":
             node.attr[NOT_FOLDED].list.SetInParent()
         stays = node.op == "AssignVariableOp" and op_of(node.input[0]) in variables
-        built.node.extend(in_place(node) if stays else [node])
+        added = in_place(node) if stays else [node]
+        if graph.is_ordered[op]:
+            enter, leave = (
+                (f"{node.name}/{GATE_IN}", f"{node.name}/{GATE_OUT}") if is_gated else (added[0].name, node.name)
+            )
+            if is_merged:
+                turns[-1] = turns[-1].with_op(enter, leave)
+            else:
+                turns.append(replicas.Turn((enter,), (leave,), node.op.startswith(COLLECTIVE)))
+        built.node.extend(added)
         if is_gated:
             built.node.append(gate(node, GATE_OUT, [node.name]))
         names.append(node.name)
         latest[graph.names[op]] = node.name
-    return built, latest
+    return built, latest, turns
 
 
 class _Chain:
@@ -174,6 +217,14 @@ class _Chain:
         kind = self._graph.types[op]
         mergeable = [k for k, (source_kind, _) in enumerate(sources) if (source_kind, kind) in MERGEABLE]
         return [k for k in mergeable if self._last != {sources[k][1]}]
+
+    def is_merged(self, op: int, sources: Sequence[tuple[str, str]]) -> bool:
+        """Whether oneDNN makes one op of the last one and `op`, the next one."""
+        if self._last_op is None:
+            return False
+        kind = self._graph.types[op]
+        is_behind = any((source, kind) in MERGEABLE and self._last == {name} for source, name in sources)
+        return is_behind or self._graph.pairs.get(op) == self._last_op
 
     def append(self, op: int, name: str) -> set[str]:
         """Names of the nodes that the next one must wait for.

@@ -30,6 +30,7 @@ from checkmate_tf.lowering.implementations.rule import Rule
 from checkmate_tf.lowering.in_place import writable
 from checkmate_tf.lowering.recompute_variants import leaner_reruns
 from checkmate_tf.lowering.recurrences import run_in_turn
+from checkmate_tf.lowering.replicas import ReplicaFunction, replicas_of
 from checkmate_tf.lowering.sums import sum_in_pairs
 from checkmate_tf.lowering.variables import Interface, variables_by_input
 
@@ -130,8 +131,48 @@ def trace(
     """
     with watched() as calls:
         function = _traced(step, *args_spec)
+    return _lowered(function, passes_of(function.graph, calls), rules, alternatives, chosen)
+
+
+def trace_replicas(
+    step: Callable, spec: object, devices: Sequence[str], *, rules: Sequence[Rule] = ()
+) -> list[TracedStep]:
+    """Traces a step that a strategy of `tf.distribute` runs on several devices.
+
+    Args:
+        step: Of one argument, as `strategy.run` runs it.
+        spec: The argument, whose leaves are per replica.
+        devices: Of the replicas, by their full names.
+        rules: As for `trace`.
+
+    Returns:
+        For each replica the graph of the first one, with the variables of its own.
+
+    Raises:
+        StepError: The step itself fails, or the replicas are not alike.
+    """
+    with watched() as calls:
+        function = _traced(step, spec)
+    first, interfaces = replicas_of(function, devices)
+    names = {op.name for op in first.graph.get_operations()}
+    own = [call for call in calls if any(op.name in names for op in map(_op_of, call.targets) if op is not None)]
+    traced = _lowered(first, passes_of(function.graph, own), rules)
+    return [dataclasses.replace(traced, interface=interface) for interface in interfaces]
+
+
+def _op_of(tensor: object) -> tf.Operation | None:
+    return getattr(tensor, "op", None)
+
+
+def _lowered(
+    function: tf.types.experimental.ConcreteFunction | ReplicaFunction,
+    passes: Passes,
+    rules: Sequence[Rule] = (),
+    alternatives: Sequence[Rule] = (),
+    chosen: Container[str] = (),
+) -> TracedStep:
+    """Simplifies a step; see `trace`."""
     graph, interface = function.graph, Interface.of(function)
-    passes = passes_of(graph, calls)
     graph_def = graph.as_graph_def()
     reads = read_before_calls(graph_def, graph)
     if not rules and not alternatives:

@@ -62,7 +62,7 @@ def test_a_plan_that_recomputes_the_forward_pass_gives_the_same(ready):
 def graph_of(ready, every=8):
     coarse = ready.coarse()
     plan = compile_plan(ready.graph, coarse.op_sequence(with_reruns(coarse, every)))
-    graph_def, latest = planned_graph_def(ready.traced, ready.graph, plan)
+    graph_def, latest, _ = planned_graph_def(ready.traced, ready.graph, plan)
     return plan, graph_def, latest
 
 
@@ -185,7 +185,7 @@ def test_ops_that_onednn_would_merge_are_kept_apart_unless_they_follow_each_othe
     place = rest.index(second)
     for between in (False, True):
         sequence = [*rest[:place], *([first, other] if between else [other, first]), *rest[place:]]
-        graph_def, _ = planned_graph_def(traced, graph, compile_plan(graph, sequence))
+        graph_def, *_ = planned_graph_def(traced, graph, compile_plan(graph, sequence))
         assert (f"{graph.names[second]}/apart_0" in {node.name for node in graph_def.node}) == between
 
 
@@ -196,6 +196,6 @@ def test_a_filter_gradient_and_its_bias_gradient_have_no_edge_between_them():
     bias, weights = next(iter(graph.pairs.items()))
     order = [k for k in range(graph.n) if k != bias]
     order.insert(order.index(weights) + 1, bias)
-    graph_def, _ = planned_graph_def(ready.traced, graph, compile_plan(graph, order))
+    graph_def, *_ = planned_graph_def(ready.traced, graph, compile_plan(graph, order))
     inputs = next(list(node.input) for node in graph_def.node if node.name == graph.names[bias])
     assert f"^{graph.names[weights]}" not in inputs

@@ -1,0 +1,93 @@
+"""Batches of a model that a strategy of `tf.distribute` trains on several devices, and what it returns for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from checkmate_tf.errors import BatchError, ModelError
+from checkmate_tf.keras import batch
+
+Strategy = tf.distribute.Strategy
+
+
+def is_replicated(model: keras.Model) -> bool:
+    """Whether a model has more than one replica."""
+    return model.distribute_strategy.num_replicas_in_sync > 1
+
+
+def why_unplanned(strategy: Strategy) -> str | None:
+    """Why steps under a strategy are not planned, and what to do; or None."""
+    if isinstance(strategy, tf.distribute.MirroredStrategy):
+        return None
+    return (
+        f"several replicas under {type(strategy).__name__} are not planned: of tf.distribute, MirroredStrategy is, the "
+        "devices of one machine. Build and train the model under that, or on one device."
+    )
+
+
+def as_distributed(data: Any, strategy: Strategy) -> Any:
+    """A batch with a value for each replica: where there is one for all, as in `train_on_batch`, each gets that."""
+
+    def of_all(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, tf.distribute.DistributedValues):
+            return leaf
+        return strategy.experimental_distribute_values_from_function(lambda _: tf.identity(leaf))
+
+    return tf.nest.map_structure(of_all, data)
+
+
+def parts(data: Any) -> list[Any]:
+    """What each replica is given of a batch.
+
+    Raises:
+        BatchError: These have other shapes, such as the rows that are left of a data set.
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
+    count = len(leaves[0].values)
+    found = [
+        tf.nest.map_structure(lambda leaf, k=k: None if leaf is None else leaf.values[k], data) for k in range(count)
+    ]
+    if len({batch.signature(part) for part in found}) > 1:
+        shapes = ", ".join(
+            str([tuple(leaf.shape) for leaf in tf.nest.flatten(part) if leaf is not None]) for part in found
+        )
+        raise BatchError(
+            f"a batch that replicas share unevenly is not planned: they get {shapes}. Try: a number of rows that the "
+            "replicas divide, or dataset.batch(..., drop_remainder=True)."
+        )
+    return found
+
+
+def specified(input_spec: Any, strategy: Strategy) -> Any:
+    """A batch of zeros, as the strategy divides it among the replicas.
+
+    Args:
+        input_spec: Of the whole batch.
+        strategy: The strategy.
+
+    Raises:
+        ModelError: It has a number of rows that the replicas don't divide.
+    """
+    count, rows = strategy.num_replicas_in_sync, batch.rows_of(input_spec)
+    if rows % count:
+        raise ModelError(
+            f"input_spec must describe the whole batch, whose rows {count} replicas divide; got {rows} rows."
+        )
+    part = batch.with_rows(input_spec, rows // count)
+    return tf.nest.map_structure(
+        lambda leaf: (
+            None
+            if leaf is None
+            else strategy.experimental_distribute_values_from_function(lambda _: tf.zeros(leaf.shape, leaf.dtype))
+        ),
+        part,
+    )
+
+
+def mean(results: Sequence[Any]) -> Any:
+    """What Keras makes of the logs of several replicas."""
+    return tf.nest.map_structure(lambda *values: tf.reduce_mean(tf.stack(values), axis=0), *results)

@@ -1,0 +1,88 @@
+"""A planned step of several replicas, each of which runs the same plan on a device of its own."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.lowering.implementations.registry import RULES
+from checkmate_tf.lowering.profile import profile
+from checkmate_tf.lowering.rebuild import Lean, call_unoptimized, rebuild_replicas
+from checkmate_tf.lowering.trace import TracedStep, trace_replicas
+from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
+from checkmate_tf.step.pipeline import Settings
+from checkmate_tf.step.tried_step import TriedStep
+
+
+class ReplicatedStep(TriedStep):
+    """A training step that a strategy of `tf.distribute` runs on several devices, with one plan for all replicas.
+
+    The budget is per device. The replicas of a CPU share one allocator, which counts for all of them: there a peak is
+    that of all replicas divided by their number.
+
+    Args:
+        step: Python training step of one argument, which has the strategy run it.
+        data: A batch whose leaves are per replica, alike in shape.
+        settings: What the user asked for.
+        strategy: The strategy.
+        combine: Takes what each replica returns, and gives what the step does.
+    """
+
+    unforeseen = 0.02
+    trial_runs = 2  # the first one leaves constants behind
+    is_steady = False
+
+    def __init__(
+        self,
+        step: Callable[[Any], Any],
+        data: Any,
+        settings: Settings,
+        strategy: tf.distribute.Strategy,
+        combine: Callable[[Sequence[Any]], Any],
+    ):
+        self._strategy, self._combine = strategy, combine
+        self._step = step
+        super().__init__(step, data, settings)
+        self.note = f"{len(self._devices)} replicas follow one plan; the budget and all peaks are those of one device."
+
+    def _trace(self, step: Callable[[Any], Any], data: Any) -> Sequence[TracedStep]:
+        self._names: tuple[str, ...] = tuple(self._strategy.extended.worker_devices)
+        return trace_replicas(step, data, self._names, rules=RULES[self._settings.implementations])
+
+    def _costs(self) -> tuple[OpGraph, Costs]:
+        measured = profile(self._extracted, self._devices[0], cache_dir=self._settings.cache_dir)
+        return measured.op_graph, measured.costs
+
+    def _fed(self, data: Any) -> list[tf.Tensor]:
+        return self._of_replica(data, 0)
+
+    def _of_replica(self, data: Any, number: int) -> list[tf.Tensor]:
+        return [leaf.values[number] for leaf in tf.nest.flatten(data) if leaf is not None]
+
+    def _built(self, candidate: EvaluatedPlan) -> Callable[[Any], Any]:
+        function = Lean(rebuild_replicas(self.traced, candidate.op_graph, candidate.plan, self._names))
+        captured = [traced.captured for traced in self._traced]
+        structure = self.traced.interface.structure
+
+        def program(data: Any) -> Any:
+            fed: list[tf.Tensor] = []
+            for k, others in enumerate(captured):
+                fed += [*self._of_replica(data, k), *(one() if callable(one) else one for one in others)]
+            results = call_unoptimized(function, fed)
+            count = len(results) // len(captured)
+            parts = [results[k * count : (k + 1) * count] for k in range(len(captured))]
+            return self._combine([tf.nest.pack_sequence_as(structure, part, expand_composites=True) for part in parts])
+
+        return program
+
+    def _plain_peak_bytes(self, data: Any) -> int:
+        """What the unmodified step takes, as measured; where it has no room, what the plan that keeps all would."""
+        plain = tf.function(self._step, jit_compile=False)
+        peak = self._measured(plain, data)
+        del plain
+        gc.collect()  # what it holds on the devices
+        return self._everything.peak_bytes if peak is None else peak

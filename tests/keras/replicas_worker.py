@@ -1,0 +1,129 @@
+"""Run as a program: trains a model of a case under MirroredStrategy, plain and planned, on two parts of the CPU.
+
+Prints what came out as a line of JSON. Logical devices can be made only before TensorFlow has begun.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import checkmate_tf
+
+REPLICAS, ROWS, SIZE = 2, 12, 24
+BUDGET = 0.5
+
+
+class OwnStep(keras.Model):
+    """With a training step of its own."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True), training=True)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def convolutions(*, synchronized: bool = False, dropout: float = 0.0, of: type[keras.Model] = keras.Model):
+    """Convolutions with batch norm."""
+    x = inputs = keras.Input((SIZE, SIZE, 3))
+    for _ in range(6):
+        x = layers.Conv2D(16, 3, padding="same", use_bias=False)(x)
+        x = layers.ReLU()(layers.BatchNormalization(synchronized=synchronized)(x))
+        x = layers.Dropout(dropout)(x) if dropout else x
+    return of(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+
+
+def transformer():
+    """Pre-norm encoder blocks."""
+    inputs = keras.Input((SIZE, SIZE, 3))
+    x = layers.Dense(32)(layers.Reshape((SIZE * SIZE // 8, 24))(inputs))
+    for _ in range(3):
+        x = layers.Add()([x, layers.MultiHeadAttention(2, 16)(*[layers.LayerNormalization()(x)] * 2)])
+        x = layers.Add()([x, layers.Dense(32)(layers.Dense(64, "gelu")(layers.LayerNormalization()(x)))])
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
+
+
+CASES = {
+    "batch norm": convolutions,
+    "synchronized batch norm": lambda: convolutions(synchronized=True),
+    "dropout": lambda: convolutions(dropout=0.3),
+    "own step": lambda: convolutions(of=OwnStep),
+    "transformer": transformer,
+}
+LEFT = {"transformer": 4, "dropout": 3}
+"""Rows of the last batch, of which each replica gets as many, or not."""
+
+
+class Peaks(keras.callbacks.Callback):
+    """The allocator's peak in each step, of all replicas together."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def on_train_batch_end(self, *_: object, **__: object):
+        self.bytes.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+
+
+def main(case: str) -> None:
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * REPLICAS)
+    tf.config.experimental.enable_op_determinism()
+    keras.config.set_floatx("float64")
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{k}" for k in range(REPLICAS)])
+
+    def compiled() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = CASES[case]()
+            model.compile(
+                optimizer="adam",
+                loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                metrics=["accuracy"],
+            )
+        return model
+
+    rng = np.random.default_rng(0)
+    rows = 3 * REPLICAS * ROWS + LEFT.get(case, 0)
+    x, y = rng.standard_normal((rows, SIZE, SIZE, 3)), rng.integers(0, 10, rows)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(REPLICAS * ROWS)
+
+    def trained(model: keras.Model) -> tuple[list[np.ndarray], list[int], dict]:
+        peaks = Peaks()
+        history = model.fit(data, epochs=2, verbose=0, callbacks=[peaks]).history
+        return [weight.numpy() for weight in [*model.weights, *model.optimizer.variables]], peaks.bytes, history
+
+    options = {"verbose": False, "time_limit_s": 10.0}
+    plain, _, plain_history = trained(compiled())
+    kept, _, _ = trained(checkmate_tf.compile(compiled(), "8GiB", strategy="checkpoint_all", **options))
+    model = checkmate_tf.compile(compiled(), BUDGET, **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        planned, peaks, history = trained(model)
+    report = checkmate_tf.report(model)
+    checkmate_tf.restore(model)
+    model.fit(data, verbose=0)
+    found = {
+        "far_from_plain": max(float(np.abs(a - b).max()) for a, b in zip(plain, planned, strict=True)),
+        "same_as_kept": all(np.array_equal(a, b) for a, b in zip(kept, planned, strict=True)),
+        "histories": [plain_history, history],
+        "peaks": peaks,
+        "budget": report.budget_bytes,
+        "recomputed": sum(report.recomputed.values()),
+        "notes": report.notes,
+        "warnings": [str(one.message) for one in said if "replicas" in str(one.message)],
+    }
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

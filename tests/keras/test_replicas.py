@@ -1,0 +1,52 @@
+"""Models that MirroredStrategy trains on several devices."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+REPLICAS = 2
+CASES = [
+    "transformer",
+    *(pytest.param(case, marks=pytest.mark.slow) for case in ("batch norm", "own step", "synchronized batch norm")),
+]
+
+
+def run(case: str) -> dict:
+    """What came of a case in a process of its own."""
+    environment = {
+        **os.environ, "TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)]),
+    }  # fmt: skip
+    worker = subprocess.run(
+        [sys.executable, str(HERE / "replicas_worker.py"), case],
+        env=environment, capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert worker.returncode == 0, worker.stderr[-3000:]
+    return json.loads(worker.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replicas_follow_one_plan_with_the_same_numbers_within_the_budget(case):
+    found = run(case)
+    assert found["recomputed"] > 0
+    assert found["same_as_kept"], "recomputation changes no bit"
+    assert found["far_from_plain"] < 1e-9
+    plain, planned = found["histories"]
+    assert planned.keys() == plain.keys()
+    assert all(planned[name] == pytest.approx(plain[name], abs=1e-9) for name in plain)
+    assert max(found["peaks"]) <= REPLICAS * found["budget"]
+    assert any("2 replicas follow one plan" in note for note in found["notes"])
+    assert not found["warnings"]
+
+
+@pytest.mark.slow
+def test_a_batch_that_replicas_share_unevenly_trains_unplanned_and_says_so():
+    found = run("dropout")
+    assert found["far_from_plain"] < 1e-9
+    assert len(found["warnings"]) == 1
+    assert "drop_remainder=True" in found["warnings"][0]
