@@ -10,7 +10,8 @@ that have no function in Python (`_ParallelConcatUpdate`), which graphs name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -85,6 +86,7 @@ __all__ = [
     "losses_of",
     "mask_of",
     "options_of",
+    "packing",
     "registered_gradients",
     "registered_op_def",
     "run_op",
@@ -117,6 +119,18 @@ def captured_by(function: Any) -> list[Any]:
         return lambda: tf.nest.flatten(make(), expand_composites=True)[0]
 
     return [fresh(one) if callable(one) else one for one in function._captured_inputs]
+
+
+@contextlib.contextmanager
+def packing(strategy: tf.distribute.Strategy, nbytes: int) -> Iterator[None]:
+    """While it is open, a strategy packs gradients into collective ops of at least so many bytes each; 0: into one."""
+    extended = strategy.extended
+    before = extended._communication_options
+    extended._communication_options = before.merge(tf.distribute.experimental.CommunicationOptions(nbytes))
+    try:
+        yield
+    finally:
+        extended._communication_options = before
 
 
 def all_layers(model: keras.Model, *, include_self: bool = True) -> list[keras.layers.Layer]:

@@ -126,7 +126,8 @@ class BatchSteps:
         if self._settings.microbatches != 1:
             raise ModelError("microbatches are not planned for several replicas: leave them at 1.")
         self._prepare(one)
-        more = self._model.distribute_strategy, replicas.mean
+        weights_bytes = sum(devices.variable_bytes(weight.value) for weight in self._model.trainable_variables)
+        more = self._model.distribute_strategy, weights_bytes, replicas.mean
         whole = self._smallest_whole(one, self._known())
         part = None if whole is None else ReplicatedStep.of_part(whole, self.step, data, *more)
         return part or ReplicatedStep.of(self.step, data, self._settings_for(one), *more)

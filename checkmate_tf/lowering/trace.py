@@ -16,12 +16,12 @@ from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config
 from checkmate_tf._tf_internals import OptimizeGraph, OptionalXlaContext, registered_gradients
 from checkmate_tf.core.opgraph import CONTROL_FLOW
 from checkmate_tf.device_memory import device
-from checkmate_tf.errors import StepError
+from checkmate_tf.errors import ModelError, StepError
 from checkmate_tf.lowering.branches import assign_in_place
 from checkmate_tf.lowering.calls import read_before_calls
 from checkmate_tf.lowering.constants import constant_bytes, shared
 from checkmate_tf.lowering.creation import created, op_of
-from checkmate_tf.lowering.definitions import is_importable, nodes_of
+from checkmate_tf.lowering.definitions import COLLECTIVE, is_importable, nodes_of
 from checkmate_tf.lowering.differentiation import Passes, passes_of, watched
 from checkmate_tf.lowering.fills import fill_constants
 from checkmate_tf.lowering.implementations.pooling import poolings_by_places
@@ -128,9 +128,11 @@ def trace(
 
     Raises:
         StepError: The step itself fails.
+        ModelError: It is one of several devices.
     """
     with watched() as calls:
         function = _traced(step, *args_spec)
+    _require_one_device(function)
     return _lowered(function, passes_of(function.graph, calls), rules, alternatives, chosen)
 
 
@@ -158,6 +160,15 @@ def trace_replicas(
     own = [call for call in calls if any(op.name in names for op in map(_op_of, call.targets) if op is not None)]
     traced = _lowered(first, passes_of(function.graph, own), rules)
     return [dataclasses.replace(traced, interface=interface) for interface in interfaces]
+
+
+def _require_one_device(function: tf.types.experimental.ConcreteFunction) -> None:
+    """Raises ModelError for a step in which devices wait for each other: in one chain of ops they would for good."""
+    if any(op.type.startswith(COLLECTIVE) for op in function.graph.get_operations()):
+        raise ModelError(
+            "a step whose devices add up values among each other (strategy.run) is planned for a keras.Model only: "
+            "build and compile the model under MirroredStrategy, and call checkmate_tf.compile on it."
+        )
 
 
 def _op_of(tensor: object) -> tf.Operation | None:
@@ -207,6 +218,7 @@ def trace_for_xla(step: Callable, *args_spec) -> TracedStep:
     """
     with watched() as calls:
         function = _traced(step, *args_spec, for_xla=True)
+    _require_one_device(function)
     graph_def = function.graph.as_graph_def()
     reads = read_before_calls(graph_def, function.graph)
     simplified = _simplify(function, graph_def, reads, for_xla=True)

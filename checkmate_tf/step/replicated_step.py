@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from checkmate_tf._tf_internals import packing
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.lowering.implementations.registry import RULES
 from checkmate_tf.lowering.profile import profile
@@ -16,6 +17,8 @@ from checkmate_tf.lowering.trace import TracedStep, trace_replicas
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 from checkmate_tf.step.pipeline import Settings
 from checkmate_tf.step.tried_step import TriedStep
+
+_PACKS = 16  # of gradients, each of which is added up among the replicas once it is complete
 
 
 class ReplicatedStep(TriedStep):
@@ -29,11 +32,12 @@ class ReplicatedStep(TriedStep):
         data: A batch whose leaves are per replica, alike in shape.
         settings: What the user asked for.
         strategy: The strategy.
+        weights_bytes: Size of all that has a gradient.
         combine: Takes what each replica returns, and gives what the step does.
     """
 
     unforeseen = 0.02
-    trial_runs = 2  # the first one leaves constants behind
+    trial_runs = 3
     is_steady = False
 
     def __init__(
@@ -42,16 +46,30 @@ class ReplicatedStep(TriedStep):
         data: Any,
         settings: Settings,
         strategy: tf.distribute.Strategy,
+        weights_bytes: int,
         combine: Callable[[Sequence[Any]], Any],
     ):
         self._strategy, self._combine = strategy, combine
+        self._pack_bytes = weights_bytes // _PACKS
         self._step = step
         super().__init__(step, data, settings)
         self.note = f"{len(self._devices)} replicas follow one plan; the budget and all peaks are those of one device."
 
     def _trace(self, step: Callable[[Any], Any], data: Any) -> Sequence[TracedStep]:
         self._names: tuple[str, ...] = tuple(self._strategy.extended.worker_devices)
-        return trace_replicas(step, data, self._names, rules=RULES[self._settings.implementations])
+        with packing(self._strategy, self._pack_bytes):
+            return trace_replicas(step, data, self._names, rules=RULES[self._settings.implementations])
+
+    def prepare(self, data: Any) -> None:
+        """As for all such steps; but where replicas share an allocator, each first gets variables of its own.
+
+        The variables of all replicas are given one first value, and share its memory until they are written.
+        """
+        for traced in self._traced[1:] if self._sharing > 1 else ():
+            for variable in traced.interface.variables:
+                with tf.device(variable.device):
+                    variable.assign(tf.raw_ops.DeepCopy(x=variable.read_value()))
+        super().prepare(data)
 
     def _costs(self) -> tuple[OpGraph, Costs]:
         measured = profile(self._extracted, self._devices[0], cache_dir=self._settings.cache_dir)

@@ -293,7 +293,8 @@ class TriedStep:
     def _measured(self, program: Callable[[Any], Any], data: Any) -> int | None:
         """The peak of a program, all that it writes put back; None where memory ran out.
 
-        Of several runs it is the highest, and as much more as they differ.
+        Of several runs the first does not count, as it leaves constants behind; of the others it is the highest, and as
+        much more as they differ.
         """
         before = [effects.Snapshot(traced) for traced in self._traced]
         peaks = []
@@ -303,7 +304,8 @@ class TriedStep:
                 program(data)
                 self._wait()
                 peaks.append(self._most(devices.peak_bytes))
-            return 2 * max(peaks) - min(peaks)
+            counted = peaks[1:] or peaks
+            return 2 * max(counted) - min(counted)
         except tf.errors.OpError as error:
             if not is_out_of_memory(error):
                 raise

@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras import layers
 
 import checkmate_tf
+from checkmate_tf.errors import CheckmateError
 
 REPLICAS, ROWS, SIZE = 2, 12, 24
 BUDGET = 0.5
@@ -74,12 +75,66 @@ class Peaks(keras.callbacks.Callback):
         self.bytes.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
 
 
+def refused() -> dict:
+    """What is said where several replicas are not planned."""
+    said = {}
+    spec = (tf.TensorSpec((4, SIZE, SIZE, 3), tf.float64), tf.TensorSpec((4,), tf.int64))
+
+    def note(what: str, call) -> None:
+        try:
+            call()
+        except CheckmateError as error:
+            said[what] = f"{type(error).__name__}: {error}"
+
+    strategy = mirrored()
+    with strategy.scope():
+        model = convolutions()
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        model.optimizer.build(model.trainable_variables)
+    options = {"verbose": False}
+    note(
+        "function",
+        lambda: checkmate_tf.function(
+            lambda x, y: strategy.run(model.train_step, args=((x, y),))["loss"].values[0],
+            "1GiB",
+            input_spec=spec,
+            **options,
+        ),
+    )
+    note("minimum", lambda: checkmate_tf.minimum_budget(model, spec, **options))
+    note(
+        "rows",
+        lambda: checkmate_tf.compile(
+            model,
+            "1GiB",
+            input_spec=tf.nest.map_structure(lambda leaf: tf.TensorSpec((3, *leaf.shape[1:]), leaf.dtype), spec),
+            **options,
+        ),
+    )
+    note("microbatches", lambda: checkmate_tf.compile(model, "1GiB", input_spec=spec, microbatches=2, **options))
+    with tf.distribute.experimental.CentralStorageStrategy([f"CPU:{k}" for k in range(REPLICAS)]).scope():
+        model = convolutions()
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    note("strategy", lambda: checkmate_tf.compile(model, "1GiB", on_unplanned="raise", **options))
+    return said
+
+
+def mirrored() -> tf.distribute.Strategy:
+    """A strategy over parts of the CPU."""
+    return tf.distribute.MirroredStrategy([f"CPU:{k}" for k in range(REPLICAS)])
+
+
 def main(case: str) -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * REPLICAS)
     tf.config.experimental.enable_op_determinism()
     keras.config.set_floatx("float64")
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{k}" for k in range(REPLICAS)])
+    sys.stdout.write(json.dumps(refused() if case == "refused" else compared(case)) + "\n")
+
+
+def compared(case: str) -> dict:
+    """What came of training plain, with nothing recomputed and within a budget."""
+    strategy = mirrored()
 
     def compiled() -> keras.Model:
         keras.utils.set_random_seed(0)
@@ -112,17 +167,17 @@ def main(case: str) -> None:
     report = checkmate_tf.report(model)
     checkmate_tf.restore(model)
     model.fit(data, verbose=0)
-    found = {
+    return {
         "far_from_plain": max(float(np.abs(a - b).max()) for a, b in zip(plain, planned, strict=True)),
         "same_as_kept": all(np.array_equal(a, b) for a, b in zip(kept, planned, strict=True)),
         "histories": [plain_history, history],
         "peaks": peaks,
         "budget": report.budget_bytes,
+        "batch": x[: REPLICAS * ROWS].nbytes,
         "recomputed": sum(report.recomputed.values()),
         "notes": report.notes,
         "warnings": [str(one.message) for one in said if "replicas" in str(one.message)],
     }
-    sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ def test_replicas_follow_one_plan_with_the_same_numbers_within_the_budget(case):
     plain, planned = found["histories"]
     assert planned.keys() == plain.keys()
     assert all(planned[name] == pytest.approx(plain[name], abs=1e-9) for name in plain)
-    assert max(found["peaks"]) <= REPLICAS * found["budget"]
+    # On a CPU the pipeline has its batches in the same allocator: the one before and the one after.
+    assert max(found["peaks"]) <= REPLICAS * found["budget"] + 2 * found["batch"]
     assert any("2 replicas follow one plan" in note for note in found["notes"])
     assert not found["warnings"]
 
@@ -50,3 +51,14 @@ def test_a_batch_that_replicas_share_unevenly_trains_unplanned_and_says_so():
     assert found["far_from_plain"] < 1e-9
     assert len(found["warnings"]) == 1
     assert "drop_remainder=True" in found["warnings"][0]
+
+
+def test_what_is_not_planned_for_several_replicas_is_refused_and_does_not_hang():
+    """A function with collective ops in one chain waited for itself for good."""
+    said = run("refused")
+    assert "strategy.run" in said["function"]
+    assert "checkmate_tf.compile only" in said["minimum"]
+    assert "got 3 rows" in said["rows"]
+    assert "microbatches" in said["microbatches"]
+    assert "MirroredStrategy" in said["strategy"]
+    assert all(text.startswith("ModelError") for text in said.values())
