@@ -48,6 +48,7 @@ def compile(
     The training step is planned at once when `input_spec` is given, else when `fit` or `train_on_batch` shows the first
     batch. Batches of other sizes share a few plans, each made when a batch comes that none of those before is for; in
     microbatches, with other implementations than "exact", and where XLA compiles the step, each shape has its own.
+    Under `tf.distribute.MirroredStrategy` all replicas follow one plan, and the budget is that of each device.
     `evaluate`, `predict` and `save` are not touched. `restore` undoes it. A copy of the model (by `clone_model`,
     `copy.deepcopy`, pickling, saving and loading) trains as an ordinary model, without the budget, until it is given to
     `compile` itself.
@@ -58,7 +59,7 @@ def compile(
 
     Where there is no plan for the first batch within the budget, that is an error, and the model trains as it did
     before `compile`. `on_unplanned` says what happens to all else that is not planned: ragged and sparse batches,
-    several replicas (tf.distribute), a model compiled anew with run_eagerly=True, a later batch for which there is no
+    strategies of tf.distribute other than MirroredStrategy, a model compiled anew with run_eagerly=True, a later batch for which there is no
     plan within the budget, and whatever fails while a step is traced, profiled, planned, built or run for the first
     time. Such a failure leaves every variable as it was.
 
@@ -68,7 +69,7 @@ def compile(
             size such as "4GiB", a fraction in (0, 1] of the unmodified step's predicted peak, or
             "auto" (what the device has, less a reserve).
         input_spec: A batch as `fit` sees it, (x, y) or (x, y, sample_weight), as (nested) tf.TensorSpec
-            with every dimension.
+            with every dimension; that of all replicas.
         strategy: One of `strategies()`.
         time_limit_s: Seconds to search for a schedule.
         implementations: "exact": the ops that the model uses; only sums of more than two terms are added one by

@@ -147,6 +147,25 @@ def open_shapes_table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def replicas_table(result: dict) -> str:
+    """Every row of `replicas.py`."""
+    lines = [
+        "| model | replicas | plain Keras | budget of each | highest peak | step time | predicted | planning |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        cells = [row["model"], str(row["replicas"]), f"{row['plain_peak_bytes'] / _MIB:.0f} MiB"]
+        cells.append(f"{row['budget_bytes'] / _MIB:.0f} MiB ({row['part']:g})")
+        if "error" in row:
+            cells += [row["error"].partition(" (")[0], "", "", ""]
+        else:
+            together = row["replicas"] * row["budget_bytes"]
+            cells += [f"{row['peak_bytes'] / together:.3f} of the budgets", f"{row['time_ratio']:.2f} of plain's"]
+            cells += [f"{row['predicted_overhead']:.2f}", f"{row['compile_s']:.0f} s"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def peers_table(result: dict) -> str:
     """Every row of `peers.py`: peak and time of the peer and of the plan in the same memory, and who is right."""
     lines = [
@@ -291,6 +310,7 @@ TABLES = {
     "xla": (RESULTS / "gpu.json", gpu_table),
     "programs": (RESULTS / "xla_programs.json", programs_table),
     "open shapes": (RESULTS / "open_shapes.json", open_shapes_table),
+    "replicas": (RESULTS / "replicas.json", replicas_table),
     "peers": (RESULTS / "peers.json", peers_table),
     "ablation": (RESULTS / "ablation.json", ablation_table),
     "solvers": (RESULTS / "solvers.json", solvers_table),

@@ -88,6 +88,12 @@ SCHEMAS = {
         "steps_over highest_peak_bytes highest_peak_with_dividing_bytes time_ratio plain_first_pass_s",
         settings="part rows",
     ),
+    "replicas": Schema(
+        ("model", "replicas", "part"),
+        "budget_bytes plain_peak_bytes plain_step_s peak_bytes step_s within_budget time_ratio predicted_overhead gap "
+        "compile_s trials",
+        settings="steps warm_up jit_compile",
+    ),
     "peers": Schema(
         ("case", "peer"),
         "plain_peak_bytes peer_peak_bytes peer_time_ratio peer_gradient_error peer_statistics_error",

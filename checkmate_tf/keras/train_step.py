@@ -14,7 +14,7 @@ from checkmate_tf._tf_internals import compilation
 from checkmate_tf.errors import CheckmateError, ModelError, StepError
 from checkmate_tf.keras import batch, replicas
 from checkmate_tf.keras.batch_steps import AnyStep, BatchSteps, check_trainable, is_overridden
-from checkmate_tf.keras.unplanned import WITHOUT_XLA, Guard, Unplanned, is_refusal, planning_error
+from checkmate_tf.keras.unplanned import REPLICAS_WITHOUT_XLA, WITHOUT_XLA, Guard, Unplanned, is_refusal, planning_error
 from checkmate_tf.planning.implementation_selection import NONE
 from checkmate_tf.reports.report import Report
 from checkmate_tf.step.pipeline import ProfiledStep, Settings
@@ -245,7 +245,7 @@ class PlannedTraining:
             raise
         self._plain = self._plain_function(with_xla=not is_planned or self._batches.is_for_xla())
         if is_planned and model.jit_compile and not self._batches.is_for_xla():
-            self._unplanned.note(WITHOUT_XLA)
+            self._unplanned.note(REPLICAS_WITHOUT_XLA if replicas.is_replicated(model) else WITHOUT_XLA)
         model.train_function = self._train if is_planned else self._plain
         return model.train_function
 

@@ -26,10 +26,9 @@ _log = logging.getLogger(__name__)
 
 _NOT_THE_CALLER = frozenset({"checkmate_tf", "contextlib", "copy", "keras", "tensorflow"})
 
-WITHOUT_XLA = (
-    "jit_compile is not used: on a CPU XLA would undo the order of the planned step. A budget that is a fraction is of "
-    "what the step takes without XLA."
-)
+_OF_WHAT = "A budget that is a fraction is of what the step takes without XLA."
+WITHOUT_XLA = f"jit_compile is not used: on a CPU XLA would undo the order of the planned step. {_OF_WHAT}"
+REPLICAS_WITHOUT_XLA = f"jit_compile is not used: the planned step of several replicas runs op by op. {_OF_WHAT}"
 
 WARN, RAISE = "warn", "raise"
 ON_UNPLANNED = (WARN, RAISE)

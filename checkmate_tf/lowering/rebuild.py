@@ -16,7 +16,6 @@ from checkmate_tf.device_memory import device
 from checkmate_tf.lowering import replicas
 from checkmate_tf.lowering.branches import GATE_IN, GATE_OUT, called, gate
 from checkmate_tf.lowering.creation import op_of
-from checkmate_tf.lowering.definitions import COLLECTIVE
 from checkmate_tf.lowering.in_place import NOT_FOLDED, in_place, one_row, writable
 from checkmate_tf.lowering.onednn import MERGEABLE
 from checkmate_tf.lowering.trace import TracedStep
@@ -192,7 +191,7 @@ def planned_graph_def(
             if is_merged:
                 turns[-1] = turns[-1].with_op(enter, leave)
             else:
-                turns.append(replicas.Turn((enter,), (leave,), node.op.startswith(COLLECTIVE)))
+                turns.append(replicas.Turn((enter,), (leave,)))
         built.node.extend(added)
         if is_gated:
             built.node.append(gate(node, GATE_OUT, [node.name]))

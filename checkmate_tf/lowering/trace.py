@@ -151,7 +151,8 @@ def trace_replicas(
         For each replica the graph of the first one, with the variables of its own.
 
     Raises:
-        StepError: The step itself fails, or the replicas are not alike.
+        StepError: The step itself fails.
+        BatchError: The replicas are not alike, or exchange more than what collective ops do.
     """
     with watched() as calls:
         function = _traced(step, spec)

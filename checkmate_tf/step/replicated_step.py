@@ -37,7 +37,7 @@ class ReplicatedStep(TriedStep):
     """
 
     unforeseen = 0.02
-    trial_runs = 3
+    trial_runs = 6
     is_steady = False
 
     def __init__(

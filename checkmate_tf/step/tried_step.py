@@ -57,6 +57,7 @@ class TriedStep:
     is_steady = True
     """Whether every run of a program takes what the first one takes."""
     kept_by = "that keeps"
+    hint = "Try: a smaller batch, or a larger budget."
     note = ""
     _MEASURED_RUNS = 6
     _MOST_REPLANS = 3
@@ -357,8 +358,7 @@ class TriedStep:
         best = min(tried, default=None if smallest is None else smallest.peak_bytes + unforeseen)
         said = f"no plan was found {self.kept_by} {_shown(self.budget_bytes)}."
         known = f" The smallest found takes {_shown(best)}." if best else ""
-        hint = "Try: a smaller batch, a larger budget, or a model compiled with jit_compile=False."
-        return NoScheduleFound(f"{said}{known} {hint}", best_peak_bytes=best)
+        return NoScheduleFound(f"{said}{known} {self.hint}", best_peak_bytes=best)
 
     def _phase(self, name: str) -> Phase:
         return Phase(self._phases_s, name, self._settings)

@@ -26,6 +26,7 @@ class XlaStep(TriedStep):
 
     unforeseen = 0.035  # which XLA took beyond a plan's tensors at half of them
     kept_by = "that XLA compiles into a program within"
+    hint = "Try: a smaller batch, a larger budget, or a model compiled with jit_compile=False."
     note = BY_XLA
 
     def _trace(self, step: Callable[[Any], Any], data: Any) -> Sequence[TracedStep]:
