@@ -53,6 +53,7 @@ class ReplicatedStep(TriedStep):
         self._pack_bytes = weights_bytes // _PACKS
         self._step = step
         super().__init__(step, data, settings)
+        self.drawn_bytes = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in self._fed(data))
         self.note = f"{len(self._devices)} replicas follow one plan; the budget and all peaks are those of one device."
 
     def _trace(self, step: Callable[[Any], Any], data: Any) -> Sequence[TracedStep]:

@@ -59,6 +59,8 @@ class TriedStep:
     kept_by = "that keeps"
     hint = "Try: a smaller batch, or a larger budget."
     note = ""
+    drawn_bytes = 0
+    """What may come to be held beside the step, as it is on one device: a batch that is drawn while it runs."""
     _MEASURED_RUNS = 6
     _MOST_REPLANS = 3
     warning: str | None = None  # as of a `PlannedStep`
@@ -284,12 +286,12 @@ class TriedStep:
         return self._everything.peak_bytes if peak is None else peak
 
     def _tried(self, candidate: EvaluatedPlan, data: Any) -> int | None:
-        """Builds a plan's program and runs it, which changes nothing; its peak, None where memory ran out."""
+        """Builds a plan's program and runs it, which changes nothing; what it may take, None where memory ran out."""
         self._take(candidate)
         with self._phase("compile"):
             peak = self._measured(self._program, data)
         self._trial_peaks.append(peak)
-        return peak
+        return None if peak is None else peak + self.drawn_bytes
 
     def _measured(self, program: Callable[[Any], Any], data: Any) -> int | None:
         """The peak of a program, all that it writes put back; None where memory ran out.
