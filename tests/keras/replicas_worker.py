@@ -33,6 +33,21 @@ class OwnStep(keras.Model):
         return {"loss": loss}
 
 
+class Unlike(OwnStep):
+    """Whose replicas differ by a number of their own; in a branch, where it is not in the step itself."""
+
+    in_branch = False
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        own = 1.0 + float(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+        return tf.cond(loss > 0, lambda: own * loss, lambda: loss) if self.in_branch else own * loss
+
+
+class UnlikeInBranch(Unlike):
+    in_branch = True
+
+
 def convolutions(*, synchronized: bool = False, dropout: float = 0.0, of: type[keras.Model] = keras.Model):
     """Convolutions with batch norm."""
     x = inputs = keras.Input((SIZE, SIZE, 3))
@@ -112,6 +127,14 @@ def refused() -> dict:
         ),
     )
     note("microbatches", lambda: checkmate_tf.compile(model, "1GiB", input_spec=spec, microbatches=2, **options))
+    for what, of in (("own number", Unlike), ("own branch", UnlikeInBranch)):
+        with strategy.scope():
+            model = convolutions(of=of)
+            model.compile("sgd", "sparse_categorical_crossentropy")
+        note(
+            what,
+            lambda model=model: checkmate_tf.compile(model, "1GiB", input_spec=spec, on_unplanned="raise", **options),
+        )
     with tf.distribute.experimental.CentralStorageStrategy([f"CPU:{k}" for k in range(REPLICAS)]).scope():
         model = convolutions()
         model.compile("sgd", "sparse_categorical_crossentropy")

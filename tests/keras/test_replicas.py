@@ -61,4 +61,5 @@ def test_what_is_not_planned_for_several_replicas_is_refused_and_does_not_hang()
     assert "got 3 rows" in said["rows"]
     assert "microbatches" in said["microbatches"]
     assert "MirroredStrategy" in said["strategy"]
+    assert all("are not alike" in said.pop(what) for what in ("own number", "own branch"))
     assert all(text.startswith("ModelError") for text in said.values())
