@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2, rewriter_config_pb2
 
-from checkmate_tf._tf_internals import OptimizeGraph, OptionalXlaContext, registered_gradients
+from checkmate_tf._tf_internals import OptimizeGraph, OptionalXlaContext, packing, registered_gradients
 from checkmate_tf.core.opgraph import CONTROL_FLOW
 from checkmate_tf.device_memory import device
 from checkmate_tf.errors import ModelError, StepError
@@ -137,14 +137,20 @@ def trace(
 
 
 def trace_replicas(
-    step: Callable, spec: object, devices: Sequence[str], *, rules: Sequence[Rule] = ()
+    step: Callable,
+    spec: object,
+    strategy: tf.distribute.Strategy,
+    *,
+    pack_bytes: int = 0,
+    rules: Sequence[Rule] = (),
 ) -> list[TracedStep]:
     """Traces a step that a strategy of `tf.distribute` runs on several devices.
 
     Args:
         step: Of one argument, as `strategy.run` runs it.
         spec: The argument, whose leaves are per replica.
-        devices: Of the replicas, by their full names.
+        strategy: The strategy.
+        pack_bytes: Least size of the packs in which gradients are added up among the replicas; 0 for one pack.
         rules: As for `trace`.
 
     Returns:
@@ -154,9 +160,9 @@ def trace_replicas(
         StepError: The step itself fails.
         BatchError: The replicas are not alike, or exchange more than what collective ops do.
     """
-    with watched() as calls:
+    with watched() as calls, packing(strategy, pack_bytes):
         function = _traced(step, spec)
-    first, interfaces = replicas_of(function, devices)
+    first, interfaces = replicas_of(function, strategy.extended.worker_devices)
     names = {op.name for op in first.graph.get_operations()}
     own = [call for call in calls if any(op.name in names for op in map(_op_of, call.targets) if op is not None)]
     traced = _lowered(first, passes_of(function.graph, own), rules)

@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from checkmate_tf._tf_internals import packing
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.lowering.implementations.registry import RULES
 from checkmate_tf.lowering.profile import profile
@@ -58,8 +57,8 @@ class ReplicatedStep(TriedStep):
 
     def _trace(self, step: Callable[[Any], Any], data: Any) -> Sequence[TracedStep]:
         self._names: tuple[str, ...] = tuple(self._strategy.extended.worker_devices)
-        with packing(self._strategy, self._pack_bytes):
-            return trace_replicas(step, data, self._names, rules=RULES[self._settings.implementations])
+        rules = RULES[self._settings.implementations]
+        return trace_replicas(step, data, self._strategy, pack_bytes=self._pack_bytes, rules=rules)
 
     def prepare(self, data: Any) -> None:
         """As for all such steps; but where replicas share an allocator, each first gets variables of its own.
