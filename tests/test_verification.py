@@ -44,6 +44,7 @@ def stubbed(soon, later, *, verified=lambda _: None):
         device="CPU:0",
         ready_to_run=lease("CPU:0").moved,
         stay_within=lambda _: None,
+        foresee_memory=lambda: None,
         phase=lambda _: contextlib.nullcontext(),
         build=lambda candidate: ("function of", candidate),
         divide=lambda _: [],
@@ -105,7 +106,10 @@ def test_where_no_other_plan_is_found_memory_is_divided_again_for_the_last_one()
     step, _ = stubbed(None, None)
     step._has_trained = True
     step._profiled.divide = lambda partition: [("divided for", partition)]
+    looks = []
+    step._profiled.foresee_memory = lambda: looks.append(1)
     ready(step)
+    assert looks, "other plans are not played before what memory holds is known"
     assert step._guard_blocks == [("divided for", ())]
     assert step.notes == [step.warning]
     assert "steps may take more than their budget of 100 B" in step.warning

@@ -473,12 +473,12 @@ class PlannedStep:
         Returns:
             Whether there is one, known or found in time.
         """
-        found = None if self._replans else self._plan_for_now()
-        if found is None and self._has_trained:
-            self._guard_blocks.clear()
-            self._profiled.foresee_memory()
-            found = self._plan_for_now()
-        found = found or self._other_plan()
+        if self._replans:  # what a plan takes now may be too much
+            self._foresee()
+        found = self._plan_for_now()
+        if found is None:
+            self._foresee()
+            found = self._other_plan()
         if found is None:
             return False
         if found.plan is not self.candidate.plan:
@@ -488,6 +488,12 @@ class PlannedStep:
         self._build(found)
         self._divide()
         return True
+
+    def _foresee(self) -> None:
+        """From when training has begun, what plans take is foreseen before any is played."""
+        if self._has_trained:
+            self._guard_blocks.clear()
+            self._profiled.foresee_memory()
 
     def _plan_for_now(self) -> EvaluatedPlan | None:
         """The plan with the peak that it has from where memory stands now, or None if that is too much."""
