@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import assert_same_state, part_of_step, state, values_of
+from conftest import assert_same_state, state, values_of
 from keras import layers
 from keras_models import BATCH, compiled, images, sequential
 
@@ -136,7 +136,10 @@ def test_a_step_that_takes_too_much_in_its_trial_is_planned_again_before_it_trai
     plain, model = built(dropout=0), built(dropout=0)
     x, y = images(BATCH)
     options = options | {"time_limit_s": 4.0}
-    checkmate_tf.compile(model, part_of_step(built(dropout=0).train_on_batch, (x, y), 0.95), **options)
+    other = built(dropout=0)
+    checkmate_tf.compile(other, "1GiB", input_spec=spec_of(x, y), **options)
+    budget_bytes = checkmate_tf.report(other).predicted_peak_bytes + (1 << 20)  # no less, until more is measured
+    checkmate_tf.compile(model, budget_bytes, **options)
     planned_training(model).plan((tf.constant(x), tf.constant(y)))
     monkeypatch.setattr(PlannedStep, "_MEASURED_RUNS", 0)
     seen = too_much(monkeypatch, times=1)
