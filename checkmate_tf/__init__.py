@@ -32,6 +32,7 @@ _LAZY = {
     "advise": "checkmate_tf.api",
     "compile": "checkmate_tf.api",
     "function": "checkmate_tf.api",
+    "largest": "checkmate_tf.keras.open_spec",
     "max_batch_size": "checkmate_tf.api",
     "minimum_budget": "checkmate_tf.api",
     "report": "checkmate_tf.api",

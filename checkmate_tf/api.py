@@ -69,7 +69,7 @@ def compile(
             size such as "4GiB", a fraction in (0, 1] of the unmodified step's predicted peak, or
             "auto" (what the device has, less a reserve).
         input_spec: A batch as `fit` sees it, (x, y) or (x, y, sample_weight), as (nested) tf.TensorSpec
-            with every dimension; that of all replicas.
+            with every dimension; that of all replicas. Where batches come in sizes, `largest` says how large they get.
         strategy: One of `strategies()`.
         time_limit_s: Seconds to search for a schedule.
         implementations: "exact": the ops that the model uses; only sums of more than two terms are added one by

@@ -3,19 +3,23 @@
     python experiments/open_shapes.py                         # every case, results/open_shapes.json
     python experiments/open_shapes.py --cases lengths --batches 60 --out /tmp/out.json
 
-Each case trains on the same batches twice, plain and planned, each in a process of its own. In the first pass plans are
-made and plain Keras traces; the second one is what later epochs take. The budget is half of what a plain step takes on
-the largest shape there can be. A step's peak is the allocator's own while it runs, everything on the device included.
-Where another plan ran before it, memory is divided for its plan first, and the allocator may hand out more than it is
-asked for then, of what it has: that peak stands in a column of its own. Planning in front of a step is not counted.
+Each case trains on the same batches twice, plain, planned, and planned with the largest batch described beforehand
+(`checkmate_tf.largest`), each in a process of its own. In the first pass plans are made and plain Keras traces; the
+second one is what later epochs take. The budget is half of what a plain step takes on the largest shape there can be.
+Some of the batches have a plan for their own shape as well, which says what sharing plans costs. A step's peak is the
+allocator's own while it runs, everything on the device included. Where another plan ran before it, memory is divided
+for its plan first, and the allocator may hand out more than it is asked for then, of what it has: that peak stands in a
+column of its own. Planning in front of a step is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import pathlib
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -27,6 +31,8 @@ PART = 0.5
 ROWS = 8
 CASES = {"lengths": 200, "rising lengths": 100, "image sizes": 40}
 """Name -> number of batches."""
+OWN_PLANS = 8
+"""For how many of the batches plans for their own shape are made."""
 
 
 def main() -> None:
@@ -42,7 +48,7 @@ def main() -> None:
         send_rows([trained(options.cases[0], options.batches, way, int(budget_bytes), options.time_limit)])
         return
     settings = {"part": PART, "rows": ROWS, "time_limit_s": options.time_limit, "jit_compile": False}
-    file = ResultFile(options.out, settings, ("case", "batches"), KERAS_PACKAGES)
+    file = ResultFile(options.out, settings, ("case", "batches", "described"), KERAS_PACKAGES)
     for case in options.cases:
         batches = options.batches or CASES[case]
 
@@ -52,20 +58,26 @@ def main() -> None:
 
         plain = run("plain", 0)
         budget_bytes = round(PART * plain["largest_peak_bytes"])
-        planned = run("planned", budget_bytes)
-        row = {"case": case, "batches": batches, "budget_bytes": budget_bytes, "plain_largest_peak_bytes":
-               plain["largest_peak_bytes"], "plain_first_pass_s": plain["first_pass_s"],
-               "plain_second_pass_s": plain["second_pass_s"], **planned}  # fmt: skip
-        row["time_ratio"] = planned["second_pass_s"] / plain["second_pass_s"]
-        file.add([row])
-        print({name: value for name, value in row.items() if name != "overheads"}, flush=True)
+        own = run("own plans", budget_bytes)["sampled_overheads"]
+        for way in ("planned", "described"):
+            planned = run(way, budget_bytes)
+            row = {"case": case, "batches": batches, "described": way == "described", "budget_bytes": budget_bytes,
+                   "plain_largest_peak_bytes": plain["largest_peak_bytes"],
+                   "plain_first_pass_s": plain["first_pass_s"], "plain_second_pass_s": plain["second_pass_s"],
+                   **planned}  # fmt: skip
+            row["time_ratio"] = planned["second_pass_s"] / plain["second_pass_s"]
+            row["cost_ratio_to_own_plans"] = statistics.mean(planned["sampled_overheads"]) / statistics.mean(own)
+            file.add([row])
+            print({name: value for name, value in row.items() if "overheads" not in name}, flush=True)
 
 
 def trained(case: str, batches: int, way: str, budget_bytes: int, time_limit_s: float) -> dict:
-    """Trains on the batches of a case twice; what that took."""
+    """Trains on the batches of a case twice, or plans for some of them alone; what that took."""
     import keras
+    import tensorflow as tf
 
     import checkmate_tf
+    from checkmate_tf.keras import batch
     from checkmate_tf.keras.train_step import planned_training
 
     keras.utils.set_random_seed(0)
@@ -75,25 +87,44 @@ def trained(case: str, batches: int, way: str, budget_bytes: int, time_limit_s: 
         largest_peak_bytes = _peak_of(lambda: model.train_on_batch(*largest))[0]
         first_s, second_s = (sum(_peak_of(lambda b=b: model.train_on_batch(*b))[1] for b in data) for _ in range(2))
         return {"largest_peak_bytes": largest_peak_bytes, "first_pass_s": first_s, "second_pass_s": second_s}
-    checkmate_tf.compile(model, budget_bytes, time_limit_s=time_limit_s, verbose=False)
-    training = planned_training(model)
-    planning_s, looks_s, first_s, count, between = 0.0, [], [], 0, []
-    with _counted_traces() as traces, _own_peaks() as peaks:
-        for k, one in enumerate(data):
-            known = len(training.steps)
-            peak_bytes, seconds = _peak_of(lambda one=one: model.train_on_batch(*one))
-            steps = {id(step): step for step in training.steps.values()}
-            first_s.append(seconds)
-            peaks[k:] = peaks[-1:]  # those before are of trials
-            if len(steps) > count:
-                planning_s += seconds
-            else:
-                between.append(peak_bytes)
-                looks_s += [(k, seconds)] if len(training.steps) > known else []
-            count = len(steps)
-        second = [_peak_of(lambda one=one: model.train_on_batch(*one)) for one in data]
+    sampled = data[:: max(1, len(data) // OWN_PLANS)]
+    planned = functools.partial(
+        checkmate_tf.compile,
+        model,
+        budget_bytes,
+        time_limit_s=time_limit_s,
+        cache_dir=tempfile.mkdtemp(),
+        verbose=False,
+    )
+    if way == "own plans":
+        overheads = []
+        for one in sampled:
+            planned(input_spec=tuple(tf.TensorSpec(part.shape, part.dtype) for part in one))
+            (step,) = planned_training(model).steps.values()
+            overheads.append(step.candidate.overhead)
+        return {"sampled_overheads": overheads}
+    first_s, looks_s, between = [], [], []
+    with _counted_traces() as traces, _counted_plans() as plans:
+        start = time.perf_counter()
+        planned(input_spec=described(case) if way == "described" else None)
+        planning_s = time.perf_counter() - start
+        training = planned_training(model)
+        with _own_peaks() as peaks:
+            for k, one in enumerate(data):
+                known, made = len(training.steps), len(plans)
+                peak_bytes, seconds = _peak_of(lambda one=one: model.train_on_batch(*one))
+                first_s.append(seconds)
+                peaks[k:] = peaks[-1:]  # those before are of trials
+                if len(plans) > made:
+                    planning_s += seconds
+                else:
+                    between.append(peak_bytes)
+                    looks_s += [(k, seconds)] if len(training.steps) > known else []
+            second = [_peak_of(lambda one=one: model.train_on_batch(*one)) for one in data]
+    steps = {id(step): step for step in training.steps.values()}
+    own_steps = [training.steps[batch.signature(batch.as_tensors(one))] for one in sampled]
     return {
-        "plans": count,
+        "plans": len(plans),
         "traces": len(traces),
         "planning_s": planning_s,
         "median_look_s": statistics.median(s - second[k][1] for k, s in looks_s) if looks_s else None,
@@ -105,7 +136,21 @@ def trained(case: str, batches: int, way: str, budget_bytes: int, time_limit_s: 
         "highest_peak_bytes": max(peaks),
         "highest_peak_with_dividing_bytes": max(*between, *(peak for peak, _ in second)),
         "overheads": [step.candidate.overhead for step in steps.values()],
+        "sampled_overheads": [step.candidate.overhead for step in own_steps],
     }
+
+
+def described(case: str) -> tuple:
+    """The batches of a case, with their largest sizes."""
+    import tensorflow as tf
+
+    import checkmate_tf
+
+    if case == "image sizes":
+        shapes = (1, None, None, 3), (1, None, None)
+        dtypes = tf.float32, tf.int32
+        return tuple(checkmate_tf.largest(tf.TensorSpec(*one), 256) for one in zip(shapes, dtypes, strict=True))
+    return checkmate_tf.largest(tf.TensorSpec((ROWS, None), tf.int32), 512), tf.TensorSpec((ROWS,), tf.int32)
 
 
 @contextlib.contextmanager
@@ -123,6 +168,23 @@ def _own_peaks() -> Iterator[list[int]]:
 
     with mock.patch.object(planned_step, "call_unoptimized", run):
         yield peaks
+
+
+@contextlib.contextmanager
+def _counted_plans() -> Iterator[list]:
+    """A list that gets an item for each plan that is made."""
+    from checkmate_tf.step.planned_step import PlannedStep
+
+    made: list = []
+    of = PlannedStep.of
+
+    def counted(profiled):
+        step = of(profiled)
+        made.append(None)
+        return step
+
+    with mock.patch.object(PlannedStep, "of", counted):
+        yield made
 
 
 @contextlib.contextmanager

@@ -133,16 +133,18 @@ def _program_cells(row: dict, base: dict) -> list[str]:
 def open_shapes_table(result: dict) -> str:
     """Every row of `open_shapes.py`."""
     lines = [
-        "| batches | budget | plans | planning | highest peak | steps above | a new size | second pass | first pass |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| batches | budget | plans | planning | peak | steps over | new size | second pass | first pass | cost |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
+        described = ", described" if row["described"] else ""
         look = "" if row["median_look_s"] is None else f"{1000 * row['median_look_s']:.0f} ms"
         lines.append(
-            f"| {row['batches']} {row['case']} | {row['budget_bytes'] / _MIB:.0f} MiB | {row['plans']} "
+            f"| {row['batches']} {row['case']}{described} | {row['budget_bytes'] / _MIB:.0f} MiB | {row['plans']} "
             f"| {row['planning_s']:.0f} s | {row['highest_peak_bytes'] / row['budget_bytes']:.3f} of the budget "
             f"| {row['steps_over']} of {row['steps']} | {look} | {row['time_ratio']:.2f} of plain's "
-            f"| {row['first_pass_s']:.0f} s, plain {row['plain_first_pass_s']:.0f} s |"
+            f"| {row['first_pass_s']:.0f} s, plain {row['plain_first_pass_s']:.0f} s "
+            f"| {row['cost_ratio_to_own_plans']:.3f} |"
         )
     return "\n".join(lines)
 

@@ -83,9 +83,10 @@ SCHEMAS = {
     "gpu": Schema(("item", "case", "way"), "seconds", settings="small memory_limit_mib processes card"),
     "xla_programs": Schema(("case", "way"), "first_peak_bytes first_loss first_step_s", settings="card made_by"),
     "open_shapes": Schema(
-        ("case", "batches"),
-        "budget_bytes plain_largest_peak_bytes plans traces planning_s median_look_s first_pass_s second_pass_s steps "
-        "steps_over highest_peak_bytes highest_peak_with_dividing_bytes time_ratio plain_first_pass_s",
+        ("case", "batches", "described"),
+        "cost_ratio_to_own_plans budget_bytes plain_largest_peak_bytes plans traces planning_s median_look_s "
+        "first_pass_s second_pass_s steps steps_over highest_peak_bytes "
+        "highest_peak_with_dividing_bytes time_ratio plain_first_pass_s",
         settings="part rows",
     ),
     "replicas": Schema(

@@ -45,7 +45,7 @@ def test_a_report_is_one_file_with_its_plots(tmp_path):
     assert text.startswith("<!DOCTYPE html>")
     assert "Training step within 400.00 MiB" in text
     references = checked(text).references
-    assert len(references) == 3
+    assert len(references) == 4
     for reference in references:
         kind, data = reference.split(",", 1)
         assert kind == "data:image/png;base64", "nothing is fetched from elsewhere"
@@ -54,13 +54,13 @@ def test_a_report_is_one_file_with_its_plots(tmp_path):
 
 def test_a_notebook_shows_a_fragment_of_a_page():
     tags = checked(full_report()._repr_html_()).tags
-    assert tags.count("img") == 3
+    assert tags.count("img") == 4
     assert "html" not in tags
 
 
 def test_a_notebook_shows_figures_that_pyplot_does_not_know():
-    for plot in (full_report().plot_memory, full_report().plot_schedule, full_report().plot_search):
-        assert plot()._repr_png_().startswith(PNG)
+    for name in ("memory", "schedule", "search", "sizes"):
+        assert getattr(full_report(), f"plot_{name}")()._repr_png_().startswith(PNG)
 
 
 def test_figures_and_facts_are_in_tables():

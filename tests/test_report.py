@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkmate_tf.reports.report import KINDS, HeldTensor, ImplementationRow, Report, ScheduleRow
+from checkmate_tf.reports.report import KINDS, HeldTensor, ImplementationRow, Report, ScheduleRow, SizeRow
 
 MIB = 1024**2
 
@@ -31,6 +31,10 @@ def full_report(**changes) -> Report:
         strategy="auto",
         phases_s={"trace": 2.0, "solve": 10.25},
         implementations=[ImplementationRow("batch_norm", "bn<1>", 30 * MIB)],
+        sizes=(
+            SizeRow(((8, 256), (8,)), 390 * MIB, 390 * MIB, 1.0, 7),
+            SizeRow(((8, 512), np.array([8])), np.int64(800 * MIB), 380 * MIB, np.float64(1.08), 3),
+        ),
         recomputed={"relu": 2, "conv<1>": 1},
         timeline_bytes=np.array([100, 300, 390, 200]) * MIB,
         timeline_split_bytes={
@@ -113,11 +117,12 @@ def test_json_round_trip():
     report = full_report()
     assert Report.from_json(report.to_json()) == report
     assert Report.from_json(Report().to_json()) == Report()
-    assert json.loads(report.to_json())["version"] == 5
+    assert json.loads(report.to_json())["version"] == 6
 
 
 maybe_bytes = st.none() | st.integers(0, 2**50)
 maybe_seconds = st.none() | st.floats(0, 1e6)
+SHAPES = st.lists(st.lists(st.integers(0, 2**40), max_size=3), max_size=3)
 
 
 @given(
@@ -134,6 +139,7 @@ maybe_seconds = st.none() | st.floats(0, 1e6)
         recomputed=st.dictionaries(st.text(), st.integers(1, 9)),
         timeline_bytes=st.just((1, 2, 3)),
         timeline_split_bytes=st.dictionaries(st.sampled_from(KINDS), st.tuples(*[st.integers(0, 2**50)] * 3)),
+        sizes=st.lists(st.builds(SizeRow, SHAPES, *[st.integers(0, 2**50)] * 2, st.floats(0, 9), st.integers(0, 99))),
         peak_tensors=st.lists(st.builds(HeldTensor, st.text(), st.integers(0, 2**50), st.sampled_from(KINDS))),
         schedule=st.lists(st.builds(lambda name, steps: ScheduleRow(name, steps, steps), st.text(), st.just((1, 5)))),
         search=st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6))),
@@ -149,7 +155,7 @@ def test_any_report_survives_json_and_can_be_shown(report):
     ("change", "message"),
     [
         ({"format": "other"}, "this text is not one"),
-        ({"version": 99}, "version 5; this one has 99"),
+        ({"version": 99}, "version 6; this one has 99"),
         ({"gap": "delete"}, "lacks gap"),
     ],
 )
@@ -280,7 +286,7 @@ def test_schedule_plot_of_many_ops_names_none():
 
 def test_plots_can_be_drawn(tmp_path):
     report = full_report()
-    for name in ("plot_memory", "plot_schedule", "plot_search"):
+    for name in ("plot_memory", "plot_schedule", "plot_search", "plot_sizes"):
         path = tmp_path / f"{name}.png"
         getattr(report, name)().savefig(path)
         assert path.stat().st_size > 5_000
@@ -294,3 +300,25 @@ def test_what_runs_unplanned_says_why_there_is_no_plot():
         Report().plot_schedule()
     with pytest.raises(ValueError, match="nothing had to be searched"):
         Report().plot_search()
+    with pytest.raises(ValueError, match="share for this plot"):
+        Report().plot_sizes()
+
+
+def test_plans_that_sizes_share_stand_in_a_table_and_a_figure():
+    report = full_report()
+    assert "up to (8, 512), (8,)" in str(report)
+    assert report.shared()[1][1:] == ("800.00 MiB", "380.00 MiB", "1.080 x", "3")
+    assert all(cell in report._repr_html_() for cell in report.shared()[1])
+    memory, time = report.plot_sizes().axes
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in memory.lines}
+    assert lines["planned peak"] == ([256, 512], [390.0, 380.0])
+    assert lines["plain peak"] == ([256, 512], [390.0, 800.0])
+    assert lines["budget"][1] == [400.0, 400.0]
+    assert list(time.lines[0].get_ydata()) == [1.0, 1.08]
+    assert [text.get_text() for text in time.texts] == ["7 batches", "3 batches"]
+
+
+def test_sizes_that_differ_in_several_dimensions_are_drawn_over_their_elements():
+    rows = [SizeRow(((1, size, size // 2),), 1, 1, 1.0, 1) for size in (4, 8)]
+    (line,) = full_report(sizes=rows, budget_bytes=None).plot_sizes().axes[1].lines
+    assert list(line.get_xdata()) == [8, 32]

@@ -162,8 +162,9 @@ def _static(shape) -> tf.TensorShape:
     shape = tf.TensorShape(shape)
     if not shape.is_fully_defined():
         raise ModelError(
-            f"input_spec must give every dimension, the batch size included; got {shape}. "
-            "Memory depends on it. Example: tf.TensorSpec((32, 224, 224, 3), tf.float32)."
+            f"input_spec must give every dimension, the batch size included; got {shape}. Memory depends on it. "
+            "Example: tf.TensorSpec((32, 224, 224, 3), tf.float32). Where batches come in sizes, say how large they "
+            "get: checkmate_tf.largest(tf.TensorSpec((32, None), tf.int32), 512)."
         )
     if not shape.num_elements():
         raise ModelError(f"input_spec describes an empty batch; got {shape}. Every dimension must be at least 1.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import keras
@@ -18,10 +18,12 @@ from checkmate_tf.keras import batch, replicas, update_steps
 from checkmate_tf.keras.families import Family, can_begin
 from checkmate_tf.keras.independence import why_rows_depend
 from checkmate_tf.keras.microbatches import AUTO, Accumulation, MicrobatchedStep, Ways, Whole
+from checkmate_tf.keras.open_spec import least_shapes
 from checkmate_tf.keras.unplanned import in_short
 from checkmate_tf.lowering import effects, xla
 from checkmate_tf.lowering.open_trace import OpenTrace
 from checkmate_tf.planning.implementation_selection import NONE
+from checkmate_tf.reports.report import SizeRow
 from checkmate_tf.step.pipeline import ProfiledStep, Settings
 from checkmate_tf.step.planned_step import PlannedStep
 from checkmate_tf.step.replicated_step import ReplicatedStep
@@ -60,7 +62,23 @@ class BatchSteps:
     @property
     def notes(self) -> list[str]:
         """Sentences on plans that batches of many sizes share."""
-        return [family.note for family in self._families.values() if family is not None and family.note]
+        return [note for family in self._known_families for note in family.notes]
+
+    def sizes(self, runs: Mapping[Hashable, int]) -> list[SizeRow]:
+        """The plans that batches of many sizes share.
+
+        Args:
+            runs: Signature -> number of batches that were run.
+        """
+
+        def batches(step: AnyStep) -> int:
+            return sum(count for key, count in runs.items() if self.of.get(key) is step)
+
+        return [row for family in self._known_families for row in family.rows(batches)]
+
+    @property
+    def _known_families(self) -> list[Family]:
+        return [family for family in self._families.values() if family is not None]
 
     def plan(self, data: Any) -> None:
         """Plans for the signature of one batch, unless that was done before.
@@ -74,6 +92,38 @@ class BatchSteps:
         if key not in self.of:
             self.of[key] = self._planned(data) if one is data else self._replicated(data, one)
             self._specs[key] = batch.spec_of(one)
+
+    def open(self, input_spec: Any) -> None:
+        """Learns which sizes batches will have, before any is planned for.
+
+        Args:
+            input_spec: With open dimensions.
+
+        Raises:
+            ModelError: Such batches do not share plans.
+        """
+        reason = "in microbatches" if self._settings.microbatches != 1 else self._why_not_shared()
+        if reason is not None:
+            raise ModelError(
+                f"input_spec has open dimensions, but batches of many sizes share no plans {reason}: describe the "
+                "largest batch alone."
+            )
+        seen = [batch.shapes_of(input_spec), least_shapes(input_spec)]
+        self._families[batch.kind(input_spec)] = Family(self.step, self._profiled_from, seen, is_range_known=True)
+
+    def plan_smaller(self, input_spec: Any) -> None:
+        """Makes the plans for what is smaller than the largest batch of a range, once that is planned for."""
+        family = self._families[batch.kind(input_spec)]
+        if family is not None:
+            family.plan_smaller(batch.spec_of(input_spec), self._settings)
+
+    def _why_not_shared(self) -> str | None:
+        """Why batches of many sizes have a plan for each shape; None where they share a few."""
+        if replicas.is_replicated(self._model):
+            return "among several replicas"
+        if self._settings.implementations != "exact":
+            return 'but with implementations="exact"'
+        return "where XLA compiles the step (jit_compile)" if self.is_for_xla() else None
 
     def of_one(self, data: Any) -> Any:
         """What one replica is given of a batch: all of it, where there is but one.
@@ -137,7 +187,7 @@ class BatchSteps:
         kind = batch.kind(data)
         if kind not in self._families:
             before = [spec for spec in self._specs.values() if spec is not None and batch.kind(spec) == kind]
-            if self.is_for_xla() or self._settings.implementations != "exact" or not can_begin(data, before):
+            if self._why_not_shared() is not None or not can_begin(data, before):
                 return None
             shapes = [*map(batch.shapes_of, before), batch.shapes_of(data)]
             self._families[kind] = Family(self.step, self._profiled_from, shapes)
@@ -147,8 +197,15 @@ class BatchSteps:
         try:
             return family.step_for(data, self._settings_for(data))
         except (InfeasibleBudget, NoScheduleFound):
+            if family.is_range_known:
+                raise
             return None  # with its own shape alone, the step may take less
         except StepError as error:
+            if family.is_range_known:
+                raise ModelError(
+                    "the training step does not run with open dimensions: describe the largest batch alone, and each "
+                    f"shape has a plan of its own. {in_short(error.__cause__ or error)}."
+                ) from error
             self._families[kind] = None
             self._note(
                 "each shape of batches has a plan of its own, as the step takes no open dimensions: "

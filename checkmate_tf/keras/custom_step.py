@@ -12,6 +12,7 @@ from checkmate_tf._tf_internals import is_jit_compiled
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.errors import ModelError, StepError
 from checkmate_tf.keras import batch
+from checkmate_tf.keras.open_spec import is_open
 from checkmate_tf.keras.unplanned import WITHOUT_XLA, Guard, Unplanned
 from checkmate_tf.lowering import xla
 from checkmate_tf.reports.report import Report
@@ -43,6 +44,10 @@ class PlannedFunction:
             raise ModelError(
                 f"input_spec must be a tuple with one entry per argument of the step; got {type(input_spec).__name__}. "
                 "Example: (tf.TensorSpec((32, 64), tf.float32),)."
+            )
+        if is_open(input_spec):
+            raise ModelError(
+                "checkmate_tf.function plans for one signature: describe each size alone, for a function of its own."
             )
         self._plain = step if _is_tf_function(step) else _as_tf_function(step)
         self._python = getattr(step, "python_function", step)

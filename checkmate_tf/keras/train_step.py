@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Hashable
@@ -14,6 +16,7 @@ from checkmate_tf._tf_internals import compilation
 from checkmate_tf.errors import CheckmateError, ModelError, StepError
 from checkmate_tf.keras import batch, replicas
 from checkmate_tf.keras.batch_steps import AnyStep, BatchSteps, check_trainable, is_overridden
+from checkmate_tf.keras.open_spec import is_open
 from checkmate_tf.keras.unplanned import REPLICAS_WITHOUT_XLA, WITHOUT_XLA, Guard, Unplanned, is_refusal, planning_error
 from checkmate_tf.planning.implementation_selection import NONE
 from checkmate_tf.reports.report import Report
@@ -125,6 +128,7 @@ class PlannedTraining:
         self._unplanned = Unplanned(f"model {self._model.name!r}", self._settings.on_unplanned)
         self._batches = BatchSteps(self._model, self._settings, self._unplanned.note)
         self._guards: dict[Hashable, Guard] = {}  # of the planned steps that were run
+        self._runs: collections.Counter[Hashable] = collections.Counter()
         self._compiled = compilation(self._model)
 
     @property
@@ -155,7 +159,7 @@ class PlannedTraining:
         if not planned:
             return Report(notes=(*self._unplanned.notes, "no batch is planned."))
         largest = max(planned, key=lambda step: step.candidate.peak_bytes)
-        report = largest.report()
+        report = dataclasses.replace(largest.report(), sizes=self._batches.sizes(self._runs))
         of_others = [note for step in planned if step is not largest for note in step.notes]
         more = dict.fromkeys([*of_others, *self._batches.notes, *self._unplanned.notes])
         return report.with_notes(note for note in more if note not in report.notes)
@@ -179,8 +183,14 @@ class PlannedTraining:
             InfeasibleBudget, NoScheduleFound: As the planner says.
             PlanningError: Planning failed, and the user asked for an error.
         """
+        input_spec = self._without_absent(input_spec)
+        is_range = is_open(input_spec)
         try:
+            if is_range:
+                self._batches.open(input_spec)
             self.on_spec(input_spec, self._plan_and_try)
+            if is_range:
+                self._batches.plan_smaller(input_spec)
         except CheckmateError as error:
             if is_refusal(error):
                 raise
@@ -309,6 +319,7 @@ class PlannedTraining:
             reason = self._why_failed(error)
         else:
             self._batches.has_trained = True
+            self._runs[key] += 1
             self._unplanned.if_alarming(self.steps[key])
             return logs
         return self._run_unplanned(key, given, reason)

@@ -55,7 +55,7 @@ class TracedStep:
         stands_in: Name of each op that a rule made -> name of the op of `function.graph` whose place it takes.
         fired: The rules and alternatives that were applied.
         offered: The alternatives that could be applied, those that were among them.
-        again: Name of an op -> the leaner op that stands in for it when it runs again.
+        recompute_variants: Name of an op -> the leaner op that stands in for it when it runs again.
         sums: Name of an op with which a chain of sums begins -> names of the ops that make its terms, as
             `sums.sum_in_pairs` gives it.
         placed: Name of an op that was put in -> where it belongs in the order of creation.

@@ -30,6 +30,7 @@ _HEADING = ("", "plain", "predicted", "measured")
 def fragment(
     comparison: Iterable[tuple[str, ...]],
     facts: Iterable[tuple[str, str]],
+    sizes: str,
     notes: Iterable[str],
     plots: Iterable[tuple[Figure, str]],
 ) -> str:
@@ -38,12 +39,14 @@ def fragment(
     Args:
         comparison: Rows of quantity, in the plain step, predicted, measured.
         facts: Rows of what, and what is known of it.
+        sizes: A table of plans that batches of many sizes share, or nothing.
         notes: Sentences.
         plots: Figures, and what each shows.
     """
     return block(
         table(_HEADING, comparison, of_figures=True),
         table((), facts),
+        sizes,
         notes_of(notes),
         *(image(figure, text) for figure, text in plots),
     )

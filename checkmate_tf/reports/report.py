@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT = "checkmate_tf.report"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 KINDS = ("weights", "activations", "recomputed", "gradients", "workspace")
 """The kinds of memory that reports tell apart, in the order in which plots stack them: weights with optimizer slots
 and the batch; what forward ops make, the first time and again; what the backward pass makes; scratch of the running op.
@@ -27,6 +27,7 @@ and the batch; what forward ops make, the first time and again; what the backwar
 
 _MISSING = "-"
 _RECOMPUTED_SHOWN = 5
+_SIZES_HEADING = ("batches", "plain peak", "planned peak", "overhead", "run")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +99,31 @@ class ChoiceRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class SizeRow:
+    """A plan that batches of many sizes share.
+
+    Attributes:
+        largest: Shapes of the tensors of the largest batch that it runs.
+        plain_peak_bytes: The allocator's peak in the unmodified step on that batch, predicted.
+        predicted_peak_bytes: That of the plan.
+        predicted_overhead: Cost of the plan on that batch / cost of running every op once.
+        batches: How many it has run.
+    """
+
+    largest: tuple[tuple[int, ...], ...]
+    plain_peak_bytes: int
+    predicted_peak_bytes: int
+    predicted_overhead: float
+    batches: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "largest", tuple(_ints(shape) for shape in self.largest))
+        for name in ("plain_peak_bytes", "predicted_peak_bytes", "batches"):
+            object.__setattr__(self, name, int(getattr(self, name)))
+        object.__setattr__(self, "predicted_overhead", float(self.predicted_overhead))
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """What is known about a planned training step. What was not measured or not predicted is None.
 
@@ -122,6 +148,7 @@ class Report:
         phases_s: Seconds of each phase on the way to the planned step (trace, profile, solve, rebuild).
         implementations: The equivalents that were put in place of what the model does.
         choices: The alternatives that were weighed, and which of them the plan uses.
+        sizes: The plans that batches of many sizes share, in the order of their sizes.
         recomputed: Op name -> how many times it runs beyond the first.
         timeline_bytes: Predicted bytes in use at each position of the plan.
         timeline_split_bytes: The same, by kind (a subset of `KINDS`).
@@ -149,6 +176,7 @@ class Report:
     phases_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     implementations: tuple[ImplementationRow, ...] = ()
     choices: tuple[ChoiceRow, ...] = ()
+    sizes: tuple[SizeRow, ...] = ()
     recomputed: Mapping[str, int] = dataclasses.field(default_factory=dict)
     timeline_bytes: tuple[int, ...] = ()
     timeline_split_bytes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -175,7 +203,7 @@ class Report:
                 raise ValueError(f"{kind} must have one entry per step of the plan, {len(self.timeline_bytes)}.")
         for name in ("search", "search_bounds"):
             self._convert(name, lambda news: tuple((float(seconds), float(value)) for seconds, value in news))
-        for name in ("implementations", "choices", "peak_tensors", "schedule", "notes"):
+        for name in ("implementations", "choices", "sizes", "peak_tensors", "schedule", "notes"):
             self._convert(name, tuple)
 
     def _convert(self, name: str, to: Callable[[Any], Any]) -> None:
@@ -286,6 +314,21 @@ class Report:
             raise ValueError("a report needs a search for this plot; here nothing had to be searched.")
         return search.plot(self.search, self.search_bounds)
 
+    def plot_sizes(self) -> Figure:
+        """Memory and time of the plans that batches of many sizes share, over the size of the batch.
+
+        Returns:
+            A Matplotlib figure, not shown.
+
+        Raises:
+            ValueError: No plans are shared.
+        """
+        from checkmate_tf.plots import sizes
+
+        if not self.sizes:
+            raise ValueError("a report needs plans that batches of many sizes share for this plot; here are none.")
+        return sizes.plot(self.sizes, budget_bytes=self.budget_bytes)
+
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Saves the report as one HTML file, its plots within.
 
@@ -301,6 +344,19 @@ class Report:
         """Rows of text: quantity, in the plain step, predicted, measured."""
         return list(_comparison(self))
 
+    def shared(self) -> list[tuple[str, str, str, str, str]]:
+        """Rows of text, of each plan that batches of many sizes share."""
+        return [
+            (
+                "up to " + ", ".join(map(str, row.largest)),
+                _bytes(row.plain_peak_bytes),
+                _bytes(row.predicted_peak_bytes),
+                f"{row.predicted_overhead:.3f} x",
+                str(row.batches),
+            )
+            for row in self.sizes
+        ]
+
     def facts(self) -> list[tuple[str, str]]:
         """Rows of text: what, and what is known of it."""
         return _facts(self)
@@ -314,6 +370,8 @@ class Report:
         lines = ["checkmate_tf report", *aligned([heading, *_comparison(self)])]
         label_width = max(len(label) for label, _ in _facts(self))
         lines += [f"  {label:<{label_width}}  {value}" for label, value in _facts(self)]
+        if self.sizes:
+            lines += ["", *aligned([_SIZES_HEADING, *self.shared()]), ""]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -324,14 +382,17 @@ class Report:
             (self.timeline_bytes, self.plot_memory, "memory in use along the plan"),
             (self.schedule, self.plot_schedule, "when each op runs and how long its value is held"),
             (self.search, self.plot_search, "the search for the plan"),
+            (self.sizes, self.plot_sizes, "the plans that batches of many sizes share"),
         ]
         shown = [(plot(), text) for known, plot, text in plots if known]
-        return pages.fragment(self.comparison(), self.facts(), self.notes, shown)
+        sizes = pages.table(_SIZES_HEADING, self.shared(), of_figures=True) if self.sizes else ""
+        return pages.fragment(self.comparison(), self.facts(), sizes, self.notes, shown)
 
 
 _ROWS = {
     "implementations": ImplementationRow,
     "choices": ChoiceRow,
+    "sizes": SizeRow,
     "peak_tensors": HeldTensor,
     "schedule": ScheduleRow,
 }

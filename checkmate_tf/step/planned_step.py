@@ -19,6 +19,7 @@ from checkmate_tf.lowering import effects
 from checkmate_tf.lowering.rebuild import Lean, call_unoptimized
 from checkmate_tf.lowering.trace import TracedStep
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan, cheapest
+from checkmate_tf.planning.guard_blocks import STATES
 from checkmate_tf.planning.reuse import follow
 from checkmate_tf.reports import describe
 from checkmate_tf.reports.report import ImplementationRow, Report
@@ -230,13 +231,23 @@ class PlannedStep:
             return False
         memory = self.candidate.memory.with_sizes(self._profiled.tensor_bytes_at(spec))
         self._guard_blocks.clear()
-        peak_bytes = self._profiled.allocator_peak(memory, self.candidate.partition)
+        peak_bytes = self._profiled.allocator_peak(memory, self.candidate.partition, STATES)
         self._divide()
         if peak_bytes is None or peak_bytes > self._most_bytes:
             return False
         if peak_bytes > self._SAFE * self.budget_bytes:
             self._trusted_at = None
         return True
+
+    def keeps_all(self, spec: Any) -> bool:
+        """Whether, of a step with open dimensions, another batch is predicted to need nothing computed again.
+
+        Args:
+            spec: The batch as (nested) tf.TensorSpec.
+        """
+        memory = self._profiled.planner.store_all().memory.with_sizes(self._profiled.tensor_bytes_at(spec))
+        peak_bytes = self._profiled.allocator_peak(memory)
+        return peak_bytes is not None and peak_bytes <= self.budget_bytes
 
     @property
     def traced(self) -> TracedStep:

@@ -1,7 +1,5 @@
 """Batches that come in sizes are trained by a few plans, with the numbers of plain Keras and within the budget."""
 
-import re
-
 import keras
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from keras import layers
 
 import checkmate_tf
-from checkmate_tf.keras.families import larger_shapes, open_shapes
+from checkmate_tf.keras.families import between, larger_shapes, open_shapes
 from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.lowering.shapes import broadcast_axes
 
@@ -173,11 +171,96 @@ def test_lengths_that_rise_are_planned_for_ahead_and_the_report_says_for_which(o
         model.train_on_batch(*batch)
     steps = steps_of(model)
     assert len(steps) <= 7  # 8, 10, and for each 1.6 times the last
-    (note,) = [note for note in checkmate_tf.report(model).notes if "share plans" in note]
-    lengths = [int(length) for length in re.findall(rf"\({ROWS}, (\d{{2,}})\)", note)]
+    lengths = [row.largest[0][1] for row in checkmate_tf.report(model).sizes]
     assert lengths == sorted(lengths)
     assert len(lengths) == len(steps) - 1  # the first batch has its own
     assert lengths[-1] >= 78
+
+
+def described(length=64):
+    """Texts of up to a length."""
+    return checkmate_tf.largest(tf.TensorSpec((ROWS, None), tf.int32), length), tf.TensorSpec((ROWS, 4), tf.float64)
+
+
+def test_where_the_largest_batch_is_described_all_plans_are_made_at_once(options, monkeypatch):
+    plain, planned = built(text_model), built(text_model)
+    batches = [*texts([40, 64, 24, 33, 8, 60]), *texts([50], rows=5)]
+    budget = part_of_step(built(text_model).train_on_batch, batches[1], 0.7)
+    logs = [plain.train_on_batch(*batch) for batch in batches]
+    checkmate_tf.compile(planned, budget, input_spec=described(), **options)
+    assert len(checkmate_tf.report(planned).sizes) > 1
+    monkeypatch.setattr("checkmate_tf.keras.families.Family._planned", None)
+    planned_logs, peaks = [], []
+    for batch in batches:
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        planned_logs.append(planned.train_on_batch(*batch))
+        peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+    assert_same_logs(logs, planned_logs)
+    assert_same_state(plain, planned)
+    assert max(peaks) <= budget
+    rows = checkmate_tf.report(planned).sizes
+    assert sum(row.batches for row in rows) == len(batches)
+    assert rows[-1].largest == ((ROWS, 64), (ROWS, 4))
+    assert rows[-1].predicted_peak_bytes <= budget < rows[-1].plain_peak_bytes
+
+
+def test_a_batch_beyond_the_described_range_is_planned_for_and_the_report_says_so(options):
+    model = checkmate_tf.compile(built(text_model), "1GiB", input_spec=described(40), **options)
+    for length, is_said in ((40, False), (64, True)):
+        model.train_on_batch(*texts([length])[0])
+        notes = " ".join(checkmate_tf.report(model).notes)
+        assert ("another plan was made" in notes) == is_said
+
+
+@pytest.mark.parametrize("more", [{"implementations": "fused"}, {"microbatches": 2}])
+def test_open_dimensions_are_refused_where_plans_are_not_shared(more, options):
+    with pytest.raises(checkmate_tf.ModelError, match="describe the largest batch alone"):
+        checkmate_tf.compile(built(text_model), "1GiB", input_spec=described(), **options, **more)
+
+
+def test_a_budget_that_the_largest_batch_does_not_keep_is_refused(options):
+    model = built(text_model)
+    with pytest.raises((checkmate_tf.InfeasibleBudget, checkmate_tf.NoScheduleFound)):
+        checkmate_tf.compile(model, "1MiB", input_spec=described(), **options)
+    assert planned_training(model) is None
+
+
+def test_a_minimum_budget_for_a_range_is_that_of_its_largest_batch(options):
+    found = [
+        checkmate_tf.minimum_budget(built(text_model), spec, cache_dir=options["cache_dir"]).budget_bytes
+        for spec in (described(), (tf.TensorSpec((ROWS, 64), tf.int32), tf.TensorSpec((ROWS, 4), tf.float64)))
+    ]
+    assert found[0] == pytest.approx(found[1], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes"),
+    [
+        (tf.TensorSpec((8, 4), tf.int32), 5),
+        (tf.TensorSpec(None, tf.int32), 5),
+        (tf.TensorSpec((None, None), tf.int32), (5,)),
+        (tf.TensorSpec((8, None), tf.int32), 0),
+        (tf.TensorSpec((8, None), tf.int32), "512"),
+        ((8, None), 512),
+    ],
+)
+def test_what_largest_cannot_take_is_refused(spec, sizes):
+    with pytest.raises(checkmate_tf.ModelError, match=r"Example: checkmate_tf\.largest\("):
+        checkmate_tf.largest(spec, sizes)
+
+
+@given(most=st.integers(1, 2000), levels=st.integers(2, 16), part=st.floats(0, 1), is_open=st.booleans())
+def test_sizes_between_are_even_parts_of_the_largest(most, levels, part, is_open):
+    level = round(part * levels)
+    ((rows, size),) = between(((7, most),), ((7, 1 if is_open else most),), level, levels)
+    assert rows == 7
+    if not is_open:
+        assert size == most
+        return
+    assert 1 <= size <= most
+    assert most * (level - 1) / levels - 1 < size <= max(1, most * level / levels)
+    step = size & -size
+    assert size == 1 or step >= most & -most or step > most / levels / 2
 
 
 SIZES = st.integers(1, 200)
