@@ -53,6 +53,12 @@ def signature(data) -> Hashable:
     )
 
 
+def nbytes(data) -> int:
+    """Size of a batch, or of a batch like a specification; what has no static shape is not counted."""
+    leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
+    return sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in leaves if leaf.shape.is_fully_defined())
+
+
 def kind(data) -> Hashable:
     """Structure, dtypes and ranks of a batch, or of a specification of one: all of its signature but the sizes."""
     return str(tf.nest.map_structure(_kind, data)), tuple(map(len, _shapes(data)))
@@ -140,8 +146,7 @@ def zeros_of(input_spec):
     """
     specs = tf.nest.map_structure(_checked, input_spec)
     leaves = [spec for spec in tf.nest.flatten(specs) if spec is not None]
-    nbytes = sum(spec.shape.num_elements() * spec.dtype.size for spec in leaves)
-    with exact_chunks(device.name_of([tf.zeros(())]), _ROOM * nbytes):
+    with exact_chunks(device.name_of([tf.zeros(())]), _ROOM * nbytes(leaves)):
         return tf.nest.map_structure(lambda spec: None if spec is None else tf.zeros(spec.shape, spec.dtype), specs)
 
 

@@ -45,6 +45,7 @@ class BatchSteps:
     Attributes:
         of: Signature -> planned step; None where such batches run unmodified.
         has_trained: Training has begun: planning takes no more memory than the budget.
+        is_drawn: Batches come from a pipeline, which may draw one while a step runs.
     """
 
     def __init__(self, model: keras.Model, settings: Settings, note: Callable[[str], None]):
@@ -53,6 +54,8 @@ class BatchSteps:
         self._note = note
         self.of: dict[Hashable, AnyStep | None] = {}
         self.has_trained = False
+        self.is_drawn = False
+        self._drawn_bytes = 0  # size of the batch that is planned for, where it may be cut in parts
         self._specs: dict[Hashable, object] = {}
         self._families: dict[Hashable, Family | None] = {}  # of batches that differ in size; None: planned one by one
         self._accumulation: Accumulation | None = None  # where batches are cut in parts
@@ -90,6 +93,7 @@ class BatchSteps:
         one = self.of_one(data)
         key = batch.signature(one)
         if key not in self.of:
+            self._drawn_bytes = batch.nbytes(one)
             self.of[key] = self._planned(data) if one is data else self._replicated(data, one)
             self._specs[key] = batch.spec_of(one)
 
@@ -346,6 +350,7 @@ class BatchSteps:
             in_training=self.has_trained,
             before_trial=lambda: update_steps.bring_near(self._model),
             layers=names_of_layers(self._model),
+            drawn_bytes=max(self._drawn_bytes, batch.nbytes(data)) if self.is_drawn else 0,
             open_trace=open_trace,
         )
 
@@ -404,8 +409,8 @@ def is_overridden(model: keras.Model, method: str) -> bool:
 
 
 def check_trainable(model: keras.Model) -> None:
-    """Raises ModelError unless something of the model is trained."""
-    if not model.trainable_variables:
+    """Raises ModelError unless something of the model is trained, or a layer has still to make its variables."""
+    if not model.trainable_variables and all(layer.built for layer in all_layers(model)):
         raise ModelError(
             "the model has no trainable weights; there is no backward pass to plan. Set layer.trainable = True."
         )

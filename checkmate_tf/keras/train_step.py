@@ -278,6 +278,7 @@ class PlannedTraining:
         Raises:
             StopIteration, tf.errors.OutOfRangeError: There is no batch left.
         """
+        self._batches.is_drawn = isinstance(iterator, tf.data.Iterator)
         try:
             first = [next(iterator)]
         except (StopIteration, tf.errors.OutOfRangeError):

@@ -8,7 +8,7 @@ has measured.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -38,6 +38,7 @@ _WRITES = (
     "StatefulTruncatedNormal",
     "StatefulUniform",
 )
+_WRITES_ROWS = ("ResourceScatter", "ResourceSparseApply")
 # Their place in the stream of random numbers is in the kernel: a function that is made anew starts at the beginning.
 _KERNEL_RANDOM = frozenset(
     {
@@ -103,13 +104,28 @@ def updates_in_branches(traced: TracedStep) -> bool:
 
 def written(traced: TracedStep) -> list[tf.Variable]:
     """The variables that a step writes, and those given to a function in which some variable is written."""
+    return _given_to(traced, lambda node: node.op.startswith(_WRITES) and node.op != _UNCOPY)
+
+
+def sparsely_written(traced: TracedStep) -> list[tf.Variable]:
+    """The variables of which a step writes some rows, and those given to a function in which some rows are written.
+
+    From then on TensorFlow copies such a variable for every op that reads it, for good, until `share_reads` ends that.
+    """
+    return _given_to(traced, lambda node: node.op.startswith(_WRITES_ROWS))
+
+
+def share_reads(variables: Iterable[tf.Variable]) -> None:
+    """Ops that read these variables share their memory again, until some of their rows are written."""
+    for variable in variables:
+        tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
+
+
+def _given_to(traced: TracedStep, is_meant: Callable[[node_def_pb2.NodeDef], bool]) -> list[tf.Variable]:
+    """The variables that are given to certain ops, or to a function in which there is one."""
     bodies = _bodies(traced)
-    writers = [
-        node
-        for node in traced.graph_def.node
-        if any(inner.op.startswith(_WRITES) and inner.op != _UNCOPY for inner in nodes_of([node], bodies))
-    ]
-    inputs = {op_of(name) for node in writers for name in node.input}
+    ops = [node for node in traced.graph_def.node if any(map(is_meant, nodes_of([node], bodies)))]
+    inputs = {op_of(name) for node in ops for name in node.input}
     return [variable for name, variable in traced.interface.variable_of.items() if name in inputs]
 
 
@@ -147,7 +163,7 @@ def undone_if_it_fails(traced: TracedStep) -> Iterator[None]:
 
 def _write_into(variable: tf.Variable, value: np.ndarray) -> None:
     """Writes into the buffer that a variable has; see `lowering.in_place`."""
-    tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
+    share_reads([variable])
     target = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
     rows = [tf.reshape(tensor, [1, -1]) for tensor in (target, tf.convert_to_tensor(value, variable.dtype))]
     run_op("_ParallelConcatUpdate", rows, ("T", variable.dtype.as_datatype_enum, "loc", 0))

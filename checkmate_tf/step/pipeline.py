@@ -90,6 +90,7 @@ class ProfiledStep:
         before_trial: Where steps differ, as those do that accumulate gradients: sets variables so that the next steps
             are of all kinds, and returns what puts them back.
         layers: Names of the layers of the model whose step it is, for what is said of it.
+        drawn_bytes: What a pipeline may come to hold on the device beside the batch in hand: room is kept for it.
         open_trace: Of the step, where its plans are to run any batch with the same sizes but for the open ones.
     """
 
@@ -103,6 +104,7 @@ class ProfiledStep:
         in_training: bool = False,
         before_trial: Callable[[], Callable[[], None]] = lambda: lambda: None,
         layers: Container[str] = (),
+        drawn_bytes: int = 0,
         open_trace: OpenTrace | None = None,
     ):
         self.settings = settings
@@ -126,11 +128,13 @@ class ProfiledStep:
         if open_trace is not None:
             open_trace.sizes[chosen].learn(_dimensions(spec), op_graph.tensor_bytes)
         self.device = devices.name_of(self.traced.interface.variables)
+        # For a GPU, what is drawn waits in the memory of the host.
+        self.drawn_bytes = drawn_bytes = drawn_bytes if devices.is_cpu(self.device) else 0
         constants = self.traced.constants_bytes
         self._large_constants = [size for size in constants if size >= LARGE_BYTES]
         self._beside_bytes = devices.counted_bytes(self.device, [_CALL_BYTES, *constants])
         # Added to every predicted peak:
-        self.reserve_bytes = devices.counted_bytes(self.device, [_BUILD_BYTES]) + self._beside_bytes
+        self.reserve_bytes = devices.counted_bytes(self.device, [_BUILD_BYTES]) + self._beside_bytes + drawn_bytes
         plain = simulate(op_graph, compile_plan(op_graph, range(op_graph.n)))
         self._room_bytes = int(_ROOM * plain.peak_bytes) + _MORE_ROOM_BYTES
         self._most_slots_bytes = max(_LEAST_SLOTS_BYTES, int(_SLOTS * plain.peak_bytes))
@@ -156,7 +160,12 @@ class ProfiledStep:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences that the reader of a report should know."""
-        return (*_notes(self.profile.unsized), *((_OWN_OPS,) if self.chosen is OWN else ()))
+        drawn = f"{format_bytes(self.drawn_bytes)} are kept free for a batch that a pipeline draws while the step runs."
+        return (
+            *_notes(self.profile.unsized),
+            *((_OWN_OPS,) if self.chosen is OWN else ()),
+            *((drawn,) if self.drawn_bytes >= _WORTH_A_NOTE * self.budget_bytes() else ()),
+        )
 
     def notes_on(self, candidate: EvaluatedPlan) -> tuple[str, ...]:
         """As `notes`, with what a plan holds that the device does not count.
@@ -426,6 +435,7 @@ class ProfiledStep:
                 in_training=self.in_training,
                 before_trial=self.before_trial,
                 layers=self.layers,
+                drawn_bytes=self.drawn_bytes,
                 open_trace=self._open_trace,
             )
             variant._plain_peak_bytes, variant._most_bytes = self._plain_peak_bytes, self._most_bytes

@@ -27,8 +27,6 @@ from checkmate_tf.step.pipeline import ProfiledStep
 
 _log = logging.getLogger(__name__)
 
-_DRAWN_BATCHES = 2  # that a pipeline may hold beside the one that a step is given
-
 
 class PlannedStep:
     """A planned step, which is tried before it is trusted.
@@ -74,6 +72,7 @@ class PlannedStep:
         self._slots = profiled.slots()
         self._lasting = effects.lasting(profiled.traced)
         self._draws_in_kernels = effects.draws_in_kernels(profiled.traced)
+        self._sparsely_written = effects.sparsely_written(profiled.traced)
         self._may_update_later = effects.updates_in_branches(profiled.traced)
         self._trial_peaks: list[int | None] = []
         self._before_bytes: int | None = None  # in use before the last run of a trial
@@ -315,7 +314,7 @@ class PlannedStep:
             with self._profiled.phase("trial"):
                 peak_bytes, results = self._trial(batch, can_move, counts)
             self._trial_peaks.append(peak_bytes)
-            if peak_bytes is not None and peak_bytes <= self.budget_bytes:
+            if peak_bytes is not None and peak_bytes <= self._most_in_trial:
                 self._trusted_at = self._lease.moves
                 return results
             if self._whole is not None:  # to plan it would take more than it can take too much
@@ -388,7 +387,7 @@ class PlannedStep:
                 devices.reset_peak(self._profiled.device)
                 results, seconds = self._call(batch[0], wait=True)
                 highest = max(highest, devices.peak_bytes(self._profiled.device))
-                is_kept = counts and not left and highest <= self.budget_bytes
+                is_kept = counts and not left and highest <= self._most_in_trial
             except BaseException as error:
                 put_back()
                 if is_out_of_memory(error):
@@ -398,12 +397,18 @@ class PlannedStep:
                 self._book(seconds, devices.peak_bytes(self._profiled.device))
                 return highest, results
             del results
-            if highest > self.budget_bytes:
+            if highest > self._most_in_trial:
                 break
             if can_move:
                 batch.append(move_to_slots(batch, self._profiled.device))
         self._start_again(put_back)
         return highest, None
+
+    @property
+    def _most_in_trial(self) -> int:
+        """The highest peak that keeps the budget: there may still come a batch for which room was kept."""
+        drawn_bytes = max(0, (self._before_bytes or 0) - self._profiled.base_bytes)
+        return self.budget_bytes - max(0, self._profiled.drawn_bytes - drawn_bytes)
 
     @property
     def _trial_runs(self) -> int:
@@ -445,14 +450,14 @@ class PlannedStep:
         return results
 
     def _lasting_of_others(self, others_bytes: int) -> int:
-        """What others have held through some runs; none of it where it may be batches that a pipeline has drawn.
+        """What others have held through some runs; none of it where room was kept for as much.
 
         Args:
             others_bytes: What they hold now.
         """
         self._others_bytes.append(others_bytes)
         lasting_bytes = min(self._others_bytes) if len(self._others_bytes) == self._LASTING_RUNS else 0
-        return lasting_bytes if lasting_bytes > _DRAWN_BATCHES * self._profiled.batch_bytes else 0
+        return lasting_bytes if lasting_bytes > self._profiled.drawn_bytes else 0
 
     def _call(self, data: Any, *, wait: bool) -> tuple[object, float]:
         """Calls the planned function.
@@ -466,6 +471,7 @@ class PlannedStep:
         """
         feeds = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
         start = time.perf_counter()
+        effects.share_reads(self._sparsely_written)
         results = call_unoptimized(self._function, feeds + self._captured)
         if wait:
             devices.wait(self._profiled.device)

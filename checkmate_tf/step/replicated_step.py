@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
+from checkmate_tf.lowering import effects
 from checkmate_tf.lowering.implementations.registry import RULES
 from checkmate_tf.lowering.profile import profile
 from checkmate_tf.lowering.rebuild import Lean, call_unoptimized, rebuild_replicas
@@ -85,8 +86,10 @@ class ReplicatedStep(TriedStep):
         function = Lean(rebuild_replicas(self.traced, candidate.op_graph, candidate.plan, self._names))
         captured = [traced.captured for traced in self._traced]
         structure = self.traced.interface.structure
+        of_rows = [variable for traced in self._traced for variable in effects.sparsely_written(traced)]
 
         def program(data: Any) -> Any:
+            effects.share_reads(of_rows)
             fed: list[tf.Tensor] = []
             for k, others in enumerate(captured):
                 fed += [*self._of_replica(data, k), *(one() if callable(one) else one for one in others)]
