@@ -122,6 +122,28 @@ def test_no_trainable_weights_found_when_the_model_is_built(options):
         model.train_on_batch(np.ones((6, 4)), np.zeros(6))
 
 
+def test_layers_that_are_still_to_be_built_are_no_reason_to_refuse_a_model(options):
+    class Late(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(5)
+
+        def build(self, shape):
+            """Leaves the layer to the first batch."""
+
+        def call(self, x):
+            return self.dense(x)
+
+    model = Late()
+    model.compile("sgd", crossentropy(), jit_compile=False)
+    model.build((None, 4))
+    assert model.built
+    assert not model.trainable_variables
+    checkmate_tf.compile(model, "1GiB", **options)
+    model.train_on_batch(np.ones((6, 4)), np.zeros(6))
+    assert checkmate_tf.report(model).status != "unplanned"
+
+
 def test_run_eagerly(options):
     with pytest.raises(ModelError, match="run_eagerly=False"):
         checkmate_tf.compile(small(run_eagerly=True), "1GiB", **options)

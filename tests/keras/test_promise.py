@@ -22,6 +22,7 @@ from tight import train_tightly
 import checkmate_tf
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.device_memory.allocation_replay import address
+from checkmate_tf.device_memory.memory_trace import record
 from checkmate_tf.errors import NoScheduleFound
 from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.step.planned_step import PlannedStep
@@ -122,6 +123,51 @@ def test_what_others_hold_beside_the_step_does_not_have_it_planned_again(options
     assert not watch.above(2 * budget + LARGEST_BYTES)
     assert not replanned(model)
     del drawn
+
+
+@pytest.mark.alone
+def test_room_is_kept_for_a_batch_that_a_pipeline_draws_while_steps_run(options):
+    """It came only once training had begun, so that no trial had seen it."""
+    model = compiled(sequential(depth=2, dropout=0))
+    x, y = images(BATCH)
+    held: list[tf.Tensor] = []
+
+    def drawn(number, **_):
+        held[:] = [tf.zeros(x.shape, tf.float64)] * bool(number)
+
+    draws = keras.callbacks.LambdaCallback(on_train_batch_begin=drawn)
+    checkmate_tf.compile(model, 0.8, **options)
+    with Watch(model) as watch:
+        model.fit(tf.data.Dataset.from_tensors((x, y)).repeat(4), callbacks=[draws], shuffle=False, verbose=0)
+    report = checkmate_tf.report(model)
+    assert watch.peaks_bytes[-1] > watch.peaks_bytes[0]
+    assert not watch.above(report.budget_bytes)
+    assert any("kept free for a batch" in note for note in report.notes)
+    assert not replanned(model)
+
+
+def test_a_table_of_which_rows_are_updated_is_not_copied_to_be_read(options):
+    """TensorFlow copies a variable for each read once some of its rows were written, which no first step shows."""
+    rows, width = 4000, 64
+    random = np.random.default_rng(0)
+    x, y = random.integers(0, rows, (BATCH, 16)), random.integers(0, 5, BATCH)
+
+    def built():
+        keras.utils.set_random_seed(0)
+        stack = [layers.Embedding(rows, width), layers.GlobalAveragePooling1D(), layers.Dense(5)]
+        return compiled(keras.Sequential([keras.Input((16,), dtype="int32"), *stack]), keras.optimizers.SGD(0.1))
+
+    def copies(model):
+        for _ in range(2):
+            model.train_on_batch(x, y)
+        events = record(lambda: model.train_on_batch(x, y))
+        return [event for event in events if event.requested_bytes == rows * width * 8 and not event.is_free]
+
+    plain, model = built(), built()
+    checkmate_tf.compile(model, "1GiB", **options)
+    assert copies(plain)
+    assert not copies(model)
+    assert_same_state(plain, model)
 
 
 @pytest.mark.alone
