@@ -57,11 +57,11 @@ def compile(
     the largest one before it. When a larger one comes, the fraction of its plain peak is the budget for it and for all
     that are planned after it; steps planned before keep their plans, which take less.
 
-    Where there is no plan for the first batch within the budget, that is an error, and the model trains as it did
-    before `compile`. `on_unplanned` says what happens to all else that is not planned: ragged and sparse batches,
-    strategies of tf.distribute other than MirroredStrategy, a model compiled anew with run_eagerly=True, a later batch
-    for which there is no plan within the budget, and whatever fails while a step is traced, profiled, planned, built or
-    run for the first time. Such a failure leaves every variable as it was.
+    Where there is no plan within the budget for the first batch that is trained on, or for `input_spec`, that is an
+    error, and the model trains as it did before `compile`. `on_unplanned` says what happens to all else that is not
+    planned: ragged and sparse batches, strategies of tf.distribute other than MirroredStrategy, a model compiled anew
+    with run_eagerly=True, a later batch for which there is no plan within the budget, and whatever fails while a step
+    is traced, profiled, planned, built or run for the first time. Such a failure leaves every variable as it was.
 
     Args:
         model: Compiled, with an optimizer.
