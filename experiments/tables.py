@@ -133,7 +133,7 @@ def _program_cells(row: dict, base: dict) -> list[str]:
 def open_shapes_table(result: dict) -> str:
     """Every row of `open_shapes.py`."""
     lines = [
-        "| batches | budget | plans | planning | peak | steps over | new size | second pass | first pass | cost |",
+        "| batches | budget | plans | planning | peak | steps over | a new size | second pass | first pass | cost |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:

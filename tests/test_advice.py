@@ -67,6 +67,14 @@ def test_what_is_not_the_steps_own_is_not_taken_for_weights():
     assert "fewer slots" not in text
 
 
+def test_what_is_listed_adds_up_to_the_smallest_budget():
+    """Parts of the peak came to a fifth less than the budget that was named, with nothing said of the rest."""
+    smallest = dataclasses.replace(plan(activation_bytes=8, weight_bytes=10 * MIB), peak_bytes=60 * MIB)
+    text = at_peak(smallest, Before(30 * MIB, 30 * MIB - 8, 8))
+    assert "what the allocator rounds up, and room that is kept 10.00 MiB (17 %)" in text
+    assert "weights and optimizer slots 30.00 MiB (50 %)" in text
+
+
 def test_a_layer_is_named_as_the_user_does():
     text = at_peak(plan(activation_bytes=90 * MIB, weight_bytes=MIB), Before(MIB, MIB, 0))
     assert 'in the gradient of layer "head"' in text

@@ -17,6 +17,7 @@ from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 _WEIGHTS, _BATCH, _UPDATES = "weights and optimizer slots", "batch", "gradients of weights and their updates"
 _LAYERS, _WORKSPACE = "activations and their gradients", "workspace of one op"
 _OTHERS = "tensors that are not the step's, such as other models, or data that a pipeline holds"
+_ROUNDING = "what the allocator rounds up, and room that is kept"
 _OF_ROWS = frozenset({_BATCH, _LAYERS})  # fewer rows take less
 _HELPS = 0.1  # of the peak: a part of that size is worth making smaller
 _MODEL = re.compile(r"(functional|sequential)(_\d+)?")
@@ -52,6 +53,7 @@ def at_peak(smallest: EvaluatedPlan, before: Before, layers: Container[str] = ()
         parts[_UPDATES if fixed[op] else _LAYERS] += nbytes
         places[place(graph, op, layers)] += nbytes
     parts[_WORKSPACE] = max(0, int(memory.in_use_bytes[step] - memory.held_bytes[step]))
+    parts[_ROUNDING] = max(0, smallest.peak_bytes - parts.total())
     total = max(1, parts.total())
     listed = ", ".join(
         f"{name} {format_bytes(size)} ({100 * size / total:.0f} %)" for name, size in parts.most_common() if size > 0
