@@ -143,7 +143,7 @@ def test_a_saved_report_becomes_a_page(capsys, tmp_path):
     saved, page = tmp_path / "report.json", tmp_path / "report.html"
     saved.write_text(full_report().to_json())
     assert cli.main(["report", str(saved), "--html", str(page)]) == 0
-    assert page.read_text().count("data:image/png") == 3
+    assert page.read_text().count("data:image/png") == 4
     assert capsys.readouterr().out == ""
 
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import assert_same_logs, assert_same_state, part_of_step, state, values_of
+from conftest import assert_same_logs, assert_same_state, part_of_step, slow_but, state, values_of
 from hypothesis import given
 from hypothesis import strategies as st
 from keras import layers
@@ -86,7 +86,7 @@ def steps_of(model):
     return list({id(step): step for step in planned_training(model).steps.values()}.values())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(["masked text", "height and width"], CASES))
 def test_a_few_plans_train_batches_of_all_sizes_as_plain_keras_does(case, options):
     model_of, batches, part = CASES[case]
     plain = built(model_of)
@@ -167,14 +167,14 @@ def test_a_batch_of_a_known_size_is_neither_traced_nor_searched_for(options, mon
 
 def test_lengths_that_rise_are_planned_for_ahead_and_the_report_says_for_which(options):
     model = checkmate_tf.compile(built(text_model), "1GiB", **options)
-    for batch in texts(range(8, 80, 2)):
+    for batch in texts(range(8, 80, 4)):
         model.train_on_batch(*batch)
     steps = steps_of(model)
-    assert len(steps) <= 7  # 8, 10, and for each 1.6 times the last
+    assert len(steps) <= 6  # 8, 12, and for each 1.6 times the last
     lengths = [row.largest[0][1] for row in checkmate_tf.report(model).sizes]
     assert lengths == sorted(lengths)
     assert len(lengths) == len(steps) - 1  # the first batch has its own
-    assert lengths[-1] >= 78
+    assert lengths[-1] >= 76
 
 
 def described(length=64):
@@ -225,6 +225,7 @@ def test_a_budget_that_the_largest_batch_does_not_keep_is_refused(options):
     assert planned_training(model) is None
 
 
+@pytest.mark.slow
 def test_a_minimum_budget_for_a_range_is_that_of_its_largest_batch(options):
     found = [
         checkmate_tf.minimum_budget(built(text_model), spec, cache_dir=options["cache_dir"]).budget_bytes
