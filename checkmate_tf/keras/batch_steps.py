@@ -117,9 +117,7 @@ class BatchSteps:
 
     def plan_smaller(self, input_spec: Any) -> None:
         """Makes the plans for what is smaller than the largest batch of a range, once that is planned for."""
-        family = self._families[batch.kind(input_spec)]
-        if family is not None:
-            family.plan_smaller(batch.spec_of(input_spec), self._settings)
+        self._families[batch.kind(input_spec)].plan_smaller(batch.spec_of(input_spec), self._settings)
 
     def _why_not_shared(self) -> str | None:
         """Why batches of many sizes have a plan for each shape; None where they share a few."""
