@@ -75,7 +75,7 @@ class PlannedStep:
         self._sparsely_written = effects.sparsely_written(profiled.traced)
         self._may_update_later = effects.updates_in_branches(profiled.traced)
         self._trial_peaks: list[int | None] = []
-        self._before_bytes: int | None = None  # in use before the last run of a trial
+        self._before_bytes: int | None = None  # the least in use before a run of the last trial
         self._most_before_bytes = 0  # in use before a run that was measured
         self._others_bytes: collections.deque[int] = collections.deque(maxlen=self._LASTING_RUNS)
         self._left_to_measure = self._MEASURED_RUNS
@@ -365,7 +365,8 @@ class PlannedStep:
         """Runs the step some times, more often where it was refused, until one takes more than the budget.
 
         The runs before the last one follow on each other, from where one that accumulates gradients is followed by one
-        that updates the weights. The last one starts where training does.
+        that updates the weights. The last one starts where training does. So one that accumulates runs with its batch
+        in either place: a VAE took 3.9 % more than its budget in the other.
 
         Returns:
             The highest peak in bytes, None where memory ran out; and what the last run returned, if that counts.
@@ -377,12 +378,13 @@ class PlannedStep:
             undo()
             before.restore()
 
-        highest = 0
+        highest, in_use_bytes = 0, []
         for left in reversed(range(self._trial_runs)):
             is_kept = False
             if not left:
                 self._start_again(put_back)
-            self._before_bytes = devices.in_use_bytes(self._profiled.device)
+            in_use_bytes.append(devices.in_use_bytes(self._profiled.device))
+            self._before_bytes = min(in_use_bytes)  # a batch that is moved may be given more than it needs
             try:
                 devices.reset_peak(self._profiled.device)
                 results, seconds = self._call(batch[0], wait=True)
@@ -414,7 +416,7 @@ class PlannedStep:
     def _trial_runs(self) -> int:
         if self._refusal is not None:
             return self._MEASURED_RUNS
-        return self._TRIAL_RUNS + self._may_update_later
+        return self._TRIAL_RUNS * (1 + self._may_update_later)
 
     def _start_again(self, put_back: Callable[[], None]) -> None:
         """Undoes all that runs of a trial have written, and what they drew."""
