@@ -251,7 +251,7 @@ def _taken_over_bytes(graph: Graph, op_graph: OpGraph) -> int:
 
 def _dropping(network: Network, graph: Graph) -> list[int]:
     """Batch norms and activations run again where a gradient reads them; all else is kept."""
-    from checkmate_tf.solvers.staged import Evaluator
+    from checkmate_tf.core.staged import Evaluator
     from checkmate_tf.solvers.starts import lookahead_schedule
 
     kept = [k for k, kind in enumerate(network.kinds) if kind not in ("norm", "activation")]

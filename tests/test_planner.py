@@ -12,6 +12,7 @@ from small_steps import LAYERS, MIB, training_step, unit_costs
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.core.requirements import working_set_bytes
 from checkmate_tf.core.schedule import SequenceSchedule
+from checkmate_tf.core.solver import Clock
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planning import guard_blocks
@@ -21,7 +22,6 @@ from checkmate_tf.planning.planner import Planner
 from checkmate_tf.planning.reuse import replay
 from checkmate_tf.planning.search import Search
 from checkmate_tf.solvers import base
-from checkmate_tf.solvers.base import Clock
 from checkmate_tf.solvers.remote import Point
 
 BASE = 3 * MIB

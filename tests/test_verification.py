@@ -42,6 +42,7 @@ def stubbed(soon, later, *, verified=lambda _: None):
             captured=[], interface=SimpleNamespace(structure=(), variable_of={}), graph_def=GraphDef()
         ),
         device="CPU:0",
+        drawn_bytes=0,
         ready_to_run=lease("CPU:0").moved,
         stay_within=lambda _: None,
         foresee_memory=lambda: None,

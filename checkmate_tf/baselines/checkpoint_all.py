@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
-from checkmate_tf.solvers.base import Clock, Recorder, Solver
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
+from checkmate_tf.core.solver import Clock, Recorder, Solver
+from checkmate_tf.core.staged import Evaluator, StagedSchedule
 
 
 class CheckpointAllSolver(Solver[StagedSchedule]):

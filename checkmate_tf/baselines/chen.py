@@ -22,7 +22,7 @@ import numpy as np
 from checkmate_tf.baselines.retention import nested_schedule, restored_states, segment_schedule
 from checkmate_tf.baselines.sweep import SweepSolver, coarse_to_fine
 from checkmate_tf.core.graph import Graph
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
+from checkmate_tf.core.staged import Evaluator, StagedSchedule
 
 _GRID = 6  # limits per factor of two around sqrt(xy), as in Chen's search
 

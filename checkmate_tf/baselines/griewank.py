@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 from checkmate_tf.baselines.retention import nested_schedule, restored_states
 from checkmate_tf.baselines.sweep import SweepSolver, coarse_to_fine
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
+from checkmate_tf.core.staged import Evaluator, StagedSchedule
 
 
 def repetitions(steps: int, slots: int) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from checkmate_tf.core.graph import Graph
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, bits, gradient_blocks, mask_of
+from checkmate_tf.core.staged import Evaluator, StagedSchedule, bits, gradient_blocks, mask_of
 
 
 def retention_schedule(evaluator: Evaluator, keep: Sequence[int], start: int, *, drop: bool) -> StagedSchedule:

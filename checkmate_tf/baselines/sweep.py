@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution
-from checkmate_tf.solvers.base import Clock, Recorder, Solver
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
+from checkmate_tf.core.solver import Clock, Recorder, Solver
+from checkmate_tf.core.staged import Evaluator, StagedSchedule
 
 
 class SweepSolver(Solver[StagedSchedule]):

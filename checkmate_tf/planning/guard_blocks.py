@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from checkmate_tf.core.simulate import Memory
+from checkmate_tf.core.solver import Clock
 from checkmate_tf.planning.evaluated_plan import NEVER
-from checkmate_tf.solvers.base import Clock
 
 STATES = 3  # states of the allocator in which a plan must keep the budget
 

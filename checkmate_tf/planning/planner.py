@@ -21,6 +21,7 @@ from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.problem import OnProgress, Options
 from checkmate_tf.core.requirements import working_set_bytes
 from checkmate_tf.core.simulate import Memory, simulate
+from checkmate_tf.core.solver import Clock
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planning import advice
 from checkmate_tf.planning.evaluated_plan import NEVER, EvaluatedPlan, cheapest
@@ -28,7 +29,6 @@ from checkmate_tf.planning.guard_blocks import STATES, AllocatorPeak, Placement,
 from checkmate_tf.planning.schedule_cache import Entry
 from checkmate_tf.planning.search import MOST_NEIGHBOURS, Order, Search
 from checkmate_tf.planning.verification import verify
-from checkmate_tf.solvers.base import Clock
 
 _SAME_BUDGET = 0.005  # of a budget; schedules that were found for one this close are as good for another
 _SEARCH_SHARE = 0.9  # of the time limit, before small plans are tried

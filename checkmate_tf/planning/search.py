@@ -15,9 +15,9 @@ from checkmate_tf.core.coarsen import Coarse, coarsen, small_bytes_of
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.problem import OnProgress, Options, Solution
 from checkmate_tf.core.schedule import SequenceSchedule
+from checkmate_tf.core.solver import Clock
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 from checkmate_tf.planning.schedule_cache import Archive, Entry, joined
-from checkmate_tf.solvers.base import Clock
 from checkmate_tf.solvers.remote import Point, RemoteSolver
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import dataclasses
 from checkmate_tf.core.graph import Graph, permuted
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.core.schedule import SequenceSchedule, first_runs
-from checkmate_tf.solvers.base import Clock, EvaluatedSchedule, Pool, Recorder
+from checkmate_tf.core.solver import Clock, EvaluatedSchedule, Pool, Recorder
 from checkmate_tf.solvers.local_search import ALL_PASSES, ANY_ORDER, REFINING_PASSES, LocalSearchSolver
 from checkmate_tf.solvers.milp import solve_exactly
 from checkmate_tf.solvers.portfolio import Portfolio

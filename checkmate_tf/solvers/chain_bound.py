@@ -23,7 +23,7 @@ from checkmate_tf.baselines.retention import nested_schedule
 from checkmate_tf.baselines.sweep import branching_node
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.requirements import needed_bytes
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
+from checkmate_tf.core.staged import Evaluator, StagedSchedule
 
 
 @dataclasses.dataclass(frozen=True)

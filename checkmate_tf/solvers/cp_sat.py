@@ -6,7 +6,7 @@ import math
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options
-from checkmate_tf.solvers.base import Clock
+from checkmate_tf.core.solver import Clock
 from checkmate_tf.solvers.engines import cp_model
 
 

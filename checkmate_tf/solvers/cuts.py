@@ -17,9 +17,9 @@ import numpy as np
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Stop
-from checkmate_tf.solvers.base import Clock
+from checkmate_tf.core.solver import Clock
+from checkmate_tf.core.staged import Evaluator, StagedSchedule, mask_of, spread
 from checkmate_tf.solvers.single_step_bound import held_over
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, mask_of, spread
 
 _SEGMENTS = (4, 8, 16, 24, 32, 48, 64, 96)
 _TRIES = 6  # budgets for one set of cuts

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from checkmate_tf.core.graph import Graph
-from checkmate_tf.solvers.base import Clock
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, mask_of, node_blocks
+from checkmate_tf.core.solver import Clock
+from checkmate_tf.core.staged import Evaluator, StagedSchedule, mask_of, node_blocks
 
 _EXPONENTS = tuple((cost, wait) for wait in (0.5, 1.0, 0.25, 2.0) for cost in (1.0, 0.5, 0.75, 1.5))
 _MOST_ANCESTORS = 100  # that are counted into what it costs to compute a value again

@@ -24,10 +24,10 @@ import numpy as np
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
-from checkmate_tf.solvers.base import Clock, Recorder, Solver
+from checkmate_tf.core.solver import Clock, Recorder, Solver
+from checkmate_tf.core.staged import Evaluator, StagedSchedule, node_blocks, rows_from_masks
 from checkmate_tf.solvers.cp_sat import byte_unit, run_cp_sat
 from checkmate_tf.solvers.engines import cp_model
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, node_blocks, rows_from_masks
 from checkmate_tf.solvers.starts import add_starts, start_schedules
 
 _COST_STEPS = 1 << 30  # the store-all cost in CP-SAT's units

@@ -13,13 +13,13 @@ import logging
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options
-from checkmate_tf.solvers.base import Clock, Pool, Recorder
+from checkmate_tf.core.solver import Clock, Pool, Recorder
+from checkmate_tf.core.staged import Evaluator, StagedSchedule, spread
 from checkmate_tf.solvers.linear import Outcome
 from checkmate_tf.solvers.relaxation import Relaxation
 from checkmate_tf.solvers.rounding import round_relaxation
 from checkmate_tf.solvers.search import Search
 from checkmate_tf.solvers.stage_model import StageModel, build_stage_model
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, spread
 from checkmate_tf.solvers.variable_domain import Restrictions
 
 _LOG = logging.getLogger(__name__)

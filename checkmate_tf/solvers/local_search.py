@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.core.requirements import least_bytes
+from checkmate_tf.core.solver import Clock, EvaluatedSchedule, Recorder, Solver
+from checkmate_tf.core.staged import Evaluator
 from checkmate_tf.solvers.annealing import Annealing
-from checkmate_tf.solvers.base import Clock, EvaluatedSchedule, Recorder, Solver
 from checkmate_tf.solvers.sequenced import sequenced
-from checkmate_tf.solvers.staged import Evaluator
 from checkmate_tf.solvers.starts import add_starts, start_schedules
 
 ANY_ORDER = "any order"

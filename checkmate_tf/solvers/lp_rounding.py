@@ -17,12 +17,12 @@ import numpy as np
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
-from checkmate_tf.solvers.base import Clock, Recorder, Solver
+from checkmate_tf.core.solver import Clock, Recorder, Solver
+from checkmate_tf.core.staged import Evaluator, StagedSchedule
 from checkmate_tf.solvers.linear import Outcome
 from checkmate_tf.solvers.relaxation import Relaxation
 from checkmate_tf.solvers.rounding import round_relaxation
 from checkmate_tf.solvers.stage_model import StageModel, build_stage_model
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
 from checkmate_tf.solvers.variable_domain import Restrictions, VariableDomain, build_domain
 
 _EPS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)

@@ -33,10 +33,10 @@ import numpy as np
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.core.requirements import needed_bytes
-from checkmate_tf.solvers.base import Clock, Recorder, Solver
+from checkmate_tf.core.solver import Clock, Recorder, Solver
+from checkmate_tf.core.staged import Evaluator, StagedSchedule, masks_from_rows, node_blocks, rows_from_masks
 from checkmate_tf.solvers.cp_sat import byte_unit, run_cp_sat
 from checkmate_tf.solvers.engines import cp_model
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, masks_from_rows, node_blocks, rows_from_masks
 from checkmate_tf.solvers.starts import add_starts, start_schedules
 
 _PROVEN = 1e-6

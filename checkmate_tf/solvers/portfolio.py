@@ -7,7 +7,7 @@ import math
 
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.core.schedule import Schedule, SequenceSchedule
-from checkmate_tf.solvers.base import Clock
+from checkmate_tf.core.solver import Clock
 
 _PROVEN = 1e-6
 _WIDEST = ("any order", "checkmate", "forward-once")

@@ -7,7 +7,7 @@ from typing import Any
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Problem, Solution
-from checkmate_tf.solvers.base import Solver
+from checkmate_tf.core.solver import Solver
 
 _STRATEGIES = {
     "auto": ("checkmate_tf.solvers.auto", "AutoSolver"),

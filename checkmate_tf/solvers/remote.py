@@ -25,8 +25,8 @@ from typing import Any
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import OnProgress, Options, Solution
+from checkmate_tf.core.solver import Solver
 from checkmate_tf.errors import CheckmateError
-from checkmate_tf.solvers.base import Solver
 from checkmate_tf.solvers.minimum import MinimumBudget, minimum_budget
 from checkmate_tf.solvers.registry import create
 
@@ -55,7 +55,7 @@ class Point:
 
 
 class RemoteSolver:
-    """A solver with the interface of `solvers.base.Solver`, in a child process that starts when it is first asked.
+    """A solver with the interface of `core.solver.Solver`, in a child process that starts when it is first asked.
 
     Args:
         name: Strategy.

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from checkmate_tf.core.staged import Evaluator, StagedSchedule
 from checkmate_tf.solvers.stage_model import StageModel
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
 
 THRESHOLDS = (1e-4, *np.linspace(0.03, 0.97, 20).tolist(), 0.9999)
 

@@ -22,12 +22,12 @@ from collections.abc import Iterable
 import numpy as np
 
 from checkmate_tf.core.problem import Options
-from checkmate_tf.solvers.base import Recorder
+from checkmate_tf.core.solver import Recorder
+from checkmate_tf.core.staged import Evaluator, StagedSchedule, mask_of
 from checkmate_tf.solvers.linear import Engine, Outcome, mip_parameters, solve_once
 from checkmate_tf.solvers.neighborhood import build_neighborhood
 from checkmate_tf.solvers.relaxation import Relaxation
 from checkmate_tf.solvers.stage_model import StageModel
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, mask_of
 
 _LOG = logging.getLogger(__name__)
 

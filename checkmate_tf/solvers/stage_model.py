@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from checkmate_tf.core.graph import Graph
+from checkmate_tf.core.staged import StagedSchedule, masks_from_rows, rows_from_masks
 from checkmate_tf.solvers.linear import (
     AT_LOWER,
     AT_UPPER,
@@ -43,7 +44,6 @@ from checkmate_tf.solvers.linear import (
     SparseRows,
     stack_rows,
 )
-from checkmate_tf.solvers.staged import StagedSchedule, masks_from_rows, rows_from_masks
 from checkmate_tf.solvers.variable_domain import Restrictions, VariableDomain, build_domain
 
 _SLACK = 1e-8  # of all bytes

@@ -17,7 +17,8 @@ import numpy as np
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.core.requirements import needed_bytes
-from checkmate_tf.solvers.base import Clock, Recorder, Solver
+from checkmate_tf.core.solver import Clock, Recorder, Solver
+from checkmate_tf.core.staged import Evaluator, StagedSchedule
 from checkmate_tf.solvers.chain_bound import chain_bound
 from checkmate_tf.solvers.cuts import cut_schedules
 from checkmate_tf.solvers.eviction import evicting_schedules, small_schedules
@@ -37,7 +38,6 @@ from checkmate_tf.solvers.rounding import round_relaxation
 from checkmate_tf.solvers.search import Search
 from checkmate_tf.solvers.single_step_bound import BOUND_OF, least_cost
 from checkmate_tf.solvers.stage_model import StageModel, build_stage_model
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule
 from checkmate_tf.solvers.starts import add_starts, start_schedules
 from checkmate_tf.solvers.variable_domain import Restrictions, VariableDomain, build_domain
 

@@ -14,8 +14,8 @@ from checkmate_tf.baselines.griewank import binomial_slots
 from checkmate_tf.baselines.linearized import LinearizedGreedySolver, LinearizedSqrtSolver
 from checkmate_tf.baselines.retention import nested_schedule, restored_states, segment_schedule
 from checkmate_tf.baselines.sweep import branching_node, coarse_to_fine
-from checkmate_tf.solvers.base import Pool, S
-from checkmate_tf.solvers.staged import Evaluator, StagedSchedule, gradient_blocks, mask_of
+from checkmate_tf.core.solver import Pool, S
+from checkmate_tf.core.staged import Evaluator, StagedSchedule, gradient_blocks, mask_of
 
 _ON_CHAINS = (ApGreedySolver, ApSqrtSolver, ChenRecursiveSolver, DropCheapSolver)  # where every node is a candidate,
 _ON_OTHERS = (ApGreedySolver, LinearizedGreedySolver, ApSqrtSolver, LinearizedSqrtSolver)  # and where not

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from checkmate_tf.core.graph import Graph
-from checkmate_tf.solvers.staged import bits, gradient_blocks, mask_of, node_blocks, rows_from_masks
+from checkmate_tf.core.staged import bits, gradient_blocks, mask_of, node_blocks, rows_from_masks
 
 
 @dataclasses.dataclass(frozen=True)

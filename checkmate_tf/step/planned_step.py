@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import collections
+import functools
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -14,7 +13,7 @@ from checkmate_tf.budget import format_bytes
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.device_memory.lease import lease
 from checkmate_tf.device_memory.reserved_slots import move_to_slots
-from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound, is_out_of_memory
+from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.lowering import effects
 from checkmate_tf.lowering.rebuild import Lean, call_unoptimized
 from checkmate_tf.lowering.trace import TracedStep
@@ -23,6 +22,8 @@ from checkmate_tf.planning.guard_blocks import STATES
 from checkmate_tf.planning.reuse import follow
 from checkmate_tf.reports import describe
 from checkmate_tf.reports.report import ImplementationRow, Report
+from checkmate_tf.step import trial
+from checkmate_tf.step.measurements import Measurements
 from checkmate_tf.step.pipeline import ProfiledStep
 
 _log = logging.getLogger(__name__)
@@ -42,8 +43,7 @@ class PlannedStep:
     is planned again with that much less.
     """
 
-    _MEASURED_RUNS = 6
-    _LASTING_RUNS = 3  # through which others hold something that does not come and go, as batches of a pipeline do
+    _DOUBTFUL_RUNS = 6  # of a trial where predictions are estimates
     _TRIAL_RUNS = 2  # a function's first run leaves constants behind, and the next batch lies elsewhere
     _MOST_TRIALS = 6
     _MOST_REPLANS = 3
@@ -75,12 +75,7 @@ class PlannedStep:
         self._sparsely_written = effects.sparsely_written(profiled.traced)
         self._may_update_later = effects.updates_in_branches(profiled.traced)
         self._trial_peaks: list[int | None] = []
-        self._before_bytes: int | None = None  # the least in use before a run of the last trial
-        self._most_before_bytes = 0  # in use before a run that was measured
-        self._others_bytes: collections.deque[int] = collections.deque(maxlen=self._LASTING_RUNS)
-        self._left_to_measure = self._MEASURED_RUNS
-        self._peaks: list[int] = []
-        self._seconds: list[float] = []
+        self._measured = Measurements(profiled.drawn_bytes)
         self.notes: list[str] = []
         self.warning: str | None = None
         if self._lasting:
@@ -210,8 +205,8 @@ class PlannedStep:
             return None
         self._profiled.ready_to_run()
         self._divide()
-        trials = self._MEASURED_RUNS if self._profiled.profile.is_estimated else 1
-        measured = [self._trial([data], can_move=False, counts=False)[0] for _ in range(trials)]
+        trials = self._DOUBTFUL_RUNS if self._profiled.profile.is_estimated else 1
+        measured = [self._trial([data], can_move=False, counts=False).peak_bytes for _ in range(trials)]
         peaks = [peak for peak in measured if peak is not None]
         return 2 * max(peaks) - min(peaks) if len(peaks) == len(measured) else None
 
@@ -312,16 +307,16 @@ class PlannedStep:
         """
         for _ in range(self._MOST_TRIALS):
             with self._profiled.phase("trial"):
-                peak_bytes, results = self._trial(batch, can_move, counts)
-            self._trial_peaks.append(peak_bytes)
-            if peak_bytes is not None and peak_bytes <= self._most_in_trial:
+                outcome = self._trial(batch, can_move, counts)
+            self._trial_peaks.append(outcome.peak_bytes)
+            if outcome.is_within:
                 self._trusted_at = self._lease.moves
-                return results
+                return outcome.last and outcome.last.results
             if self._whole is not None:  # to plan it would take more than it can take too much
                 break
             if self._refusal is not None:  # no plan was found that is predicted to take less
                 break
-            self._tighten(peak_bytes)
+            self._tighten(outcome.peak_bytes)
             if not self._take_plan_for_now():
                 break
         has_begun = self._has_trained or (self._whole is not None and self._whole._has_trained)
@@ -361,66 +356,45 @@ class PlannedStep:
             best_peak_bytes=smallest_bytes,
         )
 
-    def _trial(self, batch: list[Any], can_move: bool, counts: bool) -> tuple[int | None, object]:
-        """Runs the step some times, more often where it was refused, until one takes more than the budget.
+    def _trial(self, batch: list[Any], can_move: bool, counts: bool) -> trial.Outcome:
+        """Runs the step some times, until one run takes more than the budget; see `trial.run`."""
+        outcome = trial.run(
+            self._profiled,
+            batch,
+            functools.partial(self._call, wait=True),
+            runs=self._trial_runs,
+            most_bytes=self._most_in_trial,
+            can_move=can_move,
+            counts=counts,
+            draw_anew=self._draw_anew,
+        )
+        self._measured.before_bytes = outcome.before_bytes
+        if outcome.last is not None:
+            self._book(outcome.last.seconds, outcome.last.peak_bytes)
+        return outcome
 
-        The runs before the last one follow on each other, from where one that accumulates gradients is followed by one
-        that updates the weights. The last one starts where training does. So one that accumulates runs with its batch
-        in either place: a VAE took 3.9 % more than its budget in the other.
+    def _most_in_trial(self, before_bytes: int) -> int:
+        """The highest peak that keeps the budget: there may still come a batch for which room was kept.
 
-        Returns:
-            The highest peak in bytes, None where memory ran out; and what the last run returned, if that counts.
+        Args:
+            before_bytes: In use before the runs.
         """
-        before = effects.Snapshot(self._profiled.traced)
-        undo = self._profiled.before_trial()
-
-        def put_back() -> None:
-            undo()
-            before.restore()
-
-        highest, in_use_bytes = 0, []
-        for left in reversed(range(self._trial_runs)):
-            is_kept = False
-            if not left:
-                self._start_again(put_back)
-            in_use_bytes.append(devices.in_use_bytes(self._profiled.device))
-            self._before_bytes = min(in_use_bytes)  # a batch that is moved may be given more than it needs
-            try:
-                devices.reset_peak(self._profiled.device)
-                results, seconds = self._call(batch[0], wait=True)
-                highest = max(highest, devices.peak_bytes(self._profiled.device))
-                is_kept = counts and not left and highest <= self._most_in_trial
-            except BaseException as error:
-                put_back()
-                if is_out_of_memory(error):
-                    return None, None
-                raise
-            if is_kept:
-                self._book(seconds, devices.peak_bytes(self._profiled.device))
-                return highest, results
-            del results
-            if highest > self._most_in_trial:
-                break
-            if can_move:
-                batch.append(move_to_slots(batch, self._profiled.device))
-        self._start_again(put_back)
-        return highest, None
-
-    @property
-    def _most_in_trial(self) -> int:
-        """The highest peak that keeps the budget: there may still come a batch for which room was kept."""
-        drawn_bytes = max(0, (self._before_bytes or 0) - self._profiled.base_bytes)
+        drawn_bytes = max(0, before_bytes - self._profiled.base_bytes)
         return self.budget_bytes - max(0, self._profiled.drawn_bytes - drawn_bytes)
 
     @property
     def _trial_runs(self) -> int:
+        """How many runs a trial has: more where the plan was refused, or where steps are of two kinds.
+
+        A VAE that accumulates gradients took 3.9 % more than its budget in one that did not update, once its batch lay
+        elsewhere: there is one of either kind with the batch in either place.
+        """
         if self._refusal is not None:
-            return self._MEASURED_RUNS
+            return self._DOUBTFUL_RUNS
         return self._TRIAL_RUNS * (1 + self._may_update_later)
 
-    def _start_again(self, put_back: Callable[[], None]) -> None:
-        """Undoes all that runs of a trial have written, and what they drew."""
-        put_back()
+    def _draw_anew(self) -> None:
+        """Takes back what kernels drew from streams of their own."""
         if self._draws_in_kernels:
             self._function = self._profiled.build(self.candidate)
 
@@ -432,10 +406,7 @@ class PlannedStep:
         """
         device = self._profiled.device
         in_use_bytes = devices.in_use_bytes(device)
-        if in_use_bytes > self._most_before_bytes:
-            self._most_before_bytes = in_use_bytes
-            self._left_to_measure = max(self._left_to_measure, self._LASTING_RUNS)
-        measuring = self._left_to_measure > 0
+        measuring = self._measured.is_due(in_use_bytes)
         if measuring:
             devices.reset_peak(device)
         seen_bytes = devices.peak_bytes(device)
@@ -443,23 +414,12 @@ class PlannedStep:
         peak_bytes = devices.peak_bytes(device)
         if measuring:
             self._book(seconds, peak_bytes)
-        in_use_bytes = max(in_use_bytes, devices.in_use_bytes(device))
-        others_bytes = 0 if self._before_bytes is None else max(0, in_use_bytes - self._before_bytes)
-        lasting_bytes = self._lasting_of_others(others_bytes)
+        others_bytes = self._measured.others_bytes(max(in_use_bytes, devices.in_use_bytes(device)))
+        lasting_bytes = self._measured.lasting_bytes(others_bytes)
         allowed_bytes = self.budget_bytes + others_bytes - lasting_bytes
         if self._replans < self._MOST_REPLANS and peak_bytes > max(allowed_bytes, seen_bytes):
             self._plan_again(peak_bytes, lasting_bytes)
         return results
-
-    def _lasting_of_others(self, others_bytes: int) -> int:
-        """What others have held through some runs; none of it where room was kept for as much.
-
-        Args:
-            others_bytes: What they hold now.
-        """
-        self._others_bytes.append(others_bytes)
-        lasting_bytes = min(self._others_bytes) if len(self._others_bytes) == self._LASTING_RUNS else 0
-        return lasting_bytes if lasting_bytes > self._profiled.drawn_bytes else 0
 
     def _call(self, data: Any, *, wait: bool) -> tuple[object, float]:
         """Calls the planned function.
@@ -482,9 +442,7 @@ class PlannedStep:
 
     def _book(self, seconds: float, peak_bytes: int) -> None:
         self._has_trained = True
-        self._left_to_measure -= 1
-        self._seconds.append(seconds)
-        self._peaks.append(peak_bytes)
+        self._measured.book(seconds, peak_bytes)
 
     def _take_plan_for_now(self) -> bool:
         """Goes on with a plan that keeps the budget from where memory stands now, and divides memory for it.
@@ -549,10 +507,7 @@ class PlannedStep:
         self._replans += 1
         self._is_ready = False
         self._trusted_at = None
-        self._others_bytes.clear()
-        self._left_to_measure = self._MEASURED_RUNS
-        self._peaks.clear()
-        self._seconds.clear()
+        self._measured.begin_anew()
 
     def _tighten(self, measured_bytes: int | None) -> None:
         """Gives the planner less: by what was measured above the prediction.
@@ -577,12 +532,12 @@ class PlannedStep:
     @property
     def measured_peak_bytes(self) -> int | None:
         """Highest allocator peak of the measured runs."""
-        return max(self._peaks, default=None)
+        return max(self._measured.peaks_bytes, default=None)
 
     def report(self) -> Report:
         """What was promised and what was measured."""
         candidate, profiled = self.candidate, self._profiled
-        seconds = sorted(self._seconds[1:] or self._seconds)
+        seconds = sorted(self._measured.seconds[1:] or self._measured.seconds)
         return describe.report(
             candidate,
             profiled.base_bytes,

@@ -12,8 +12,8 @@ from checkmate_tf.baselines.chen import byte_checkpoints, equal_parts, greedy_li
 from checkmate_tf.baselines.retention import nested_schedule, restored_states, segment_schedule
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Status
+from checkmate_tf.core.staged import Evaluator, bits
 from checkmate_tf.solvers import create
-from checkmate_tf.solvers.staged import Evaluator, bits
 
 
 def times_recomputed(staged, forward):

@@ -10,8 +10,8 @@ from checkmate_tf.baselines.articulation import articulation_points
 from checkmate_tf.baselines.sweep import branching_node
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Status
+from checkmate_tf.core.staged import bits
 from checkmate_tf.solvers import create
-from checkmate_tf.solvers.staged import bits
 
 GENERALIZATIONS = (
     ("chen_sqrt", "ap_sqrt"),

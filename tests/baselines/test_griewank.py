@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from checkmate_tf.baselines.griewank import advances, binomial_slots, repetitions
 from checkmate_tf.baselines.retention import nested_schedule
 from checkmate_tf.core.problem import Options, Status
+from checkmate_tf.core.staged import Evaluator
 from checkmate_tf.solvers import create
-from checkmate_tf.solvers.staged import Evaluator
 
 
 @functools.cache

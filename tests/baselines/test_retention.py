@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from checkmate_tf.baselines.retention import retention_schedule
 from checkmate_tf.baselines.sweep import coarse_to_fine
 from checkmate_tf.core.problem import Options
+from checkmate_tf.core.staged import Evaluator
 from checkmate_tf.solvers import create, names
-from checkmate_tf.solvers.staged import Evaluator
 
 
 def is_correct(graph, staged, again) -> bool:

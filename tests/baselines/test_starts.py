@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 
 from checkmate_tf.core.problem import Options
+from checkmate_tf.core.solver import Pool
+from checkmate_tf.core.staged import Evaluator
 from checkmate_tf.solvers import create, names
-from checkmate_tf.solvers.base import Pool
-from checkmate_tf.solvers.staged import Evaluator
 from checkmate_tf.solvers.starts import start_schedules
 
 CHAIN = networks.unit_chain(3)

@@ -19,8 +19,8 @@ from checkmate_tf.core.schedule import (
     schedule_from_sequence,
 )
 from checkmate_tf.core.simulate import simulate
+from checkmate_tf.core.staged import Evaluator, masks_from_rows, node_blocks
 from checkmate_tf.errors import GraphError
-from checkmate_tf.solvers.staged import Evaluator, masks_from_rows, node_blocks
 
 
 def lower_triangular(values, n):

@@ -22,6 +22,7 @@ from checkmate_tf.lowering import effects
 from checkmate_tf.lowering.trace import trace
 from checkmate_tf.step.pipeline import ProfiledStep
 from checkmate_tf.step.planned_step import PlannedStep
+from checkmate_tf.step.trial import Outcome
 
 
 def built(**options):
@@ -141,7 +142,6 @@ def test_a_step_that_takes_too_much_in_its_trial_is_planned_again_before_it_trai
     budget_bytes = checkmate_tf.report(other).predicted_peak_bytes + (1 << 20)  # no less, until more is measured
     checkmate_tf.compile(model, budget_bytes, **options)
     planned_training(model).plan((tf.constant(x), tf.constant(y)))
-    monkeypatch.setattr(PlannedStep, "_MEASURED_RUNS", 0)
     seen = too_much(monkeypatch, times=1)
     model.train_on_batch(x, y)
     report = checkmate_tf.report(model)
@@ -244,7 +244,7 @@ def test_a_smallest_budget_has_room_for_what_the_runs_of_a_loop_differ_by(option
     planned_training(model).plan(batch)
     (step,) = planned_training(model).steps.values()
     peaks = itertools.chain([10, 13], itertools.repeat(12))
-    monkeypatch.setattr(PlannedStep, "_trial", lambda *_, **__: (next(peaks), None))
+    monkeypatch.setattr(PlannedStep, "_trial", lambda *_, **__: Outcome(next(peaks), 0))
     assert step.measured_bytes(batch) == expected
 
 

@@ -9,12 +9,12 @@ import pytest
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options, Status
 from checkmate_tf.core.requirements import needed_bytes
+from checkmate_tf.core.staged import Evaluator
 from checkmate_tf.solvers import create
 from checkmate_tf.solvers.engines import cp_model
 from checkmate_tf.solvers.linear import LinearModel, SparseRows
 from checkmate_tf.solvers.milp import Program
 from checkmate_tf.solvers.single_step_bound import bound_at, dual_bound, least_cost
-from checkmate_tf.solvers.staged import Evaluator
 
 GRAPHS = 210
 STRATEGIES = ("auto", "stages", "lp_rounding", "lp_rounding_random", "intervals")

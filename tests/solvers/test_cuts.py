@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkmate_tf.solvers.base import Clock
+from checkmate_tf.core.solver import Clock
+from checkmate_tf.core.staged import Evaluator
 from checkmate_tf.solvers.cuts import crossing_values, cut_schedules
 from checkmate_tf.solvers.single_step_bound import held_over, least_cost
-from checkmate_tf.solvers.staged import Evaluator
 
 
 @given(st.integers(0, 200), st.floats(0.2, 1.0))

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.problem import Options
+from checkmate_tf.core.solver import Clock
+from checkmate_tf.core.staged import Evaluator
 from checkmate_tf.solvers import create
-from checkmate_tf.solvers.base import Clock
 from checkmate_tf.solvers.eviction import evicting_schedules, small_schedules
 from checkmate_tf.solvers.minimum import minimum_budget
-from checkmate_tf.solvers.staged import Evaluator
 
 FOREVER = 1e9
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from checkmate_tf.core.graph import MOST_BYTES, Graph
 from checkmate_tf.core.problem import Options, Status
+from checkmate_tf.core.staged import Evaluator
 from checkmate_tf.errors import GraphError
 from checkmate_tf.solvers import create, names
 from checkmate_tf.solvers.annealing import Annealing
 from checkmate_tf.solvers.cp_sat import cp_solver
 from checkmate_tf.solvers.engines import cp_model
 from checkmate_tf.solvers.milp import Program
-from checkmate_tf.solvers.staged import Evaluator
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))
 REORDERING = ("auto", "local_search")

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from test_stage_model import graphs
 
 from checkmate_tf.core.schedule import SequenceSchedule
+from checkmate_tf.core.staged import Evaluator, gradient_blocks, masks_from_rows
 from checkmate_tf.solvers.annealing import Annealing
 from checkmate_tf.solvers.incremental_evaluator import IncrementalEvaluator
 from checkmate_tf.solvers.sequenced import in_use, sequenced
-from checkmate_tf.solvers.staged import Evaluator, gradient_blocks, masks_from_rows
 
 
 def random_change(evaluator, rng) -> None:

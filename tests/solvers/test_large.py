@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkmate_tf.core.problem import Options
+from checkmate_tf.core.staged import Evaluator, gradient_blocks, masks_from_rows, spread
 from checkmate_tf.solvers import create, large, starts
-from checkmate_tf.solvers.staged import Evaluator, gradient_blocks, masks_from_rows, spread
 
 
 @given(st.integers(0, 50), st.integers(1, 4))

@@ -9,12 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkmate_tf.core.graph import Graph
-from checkmate_tf.solvers.linear import Engine, Outcome, mip_parameters, solve_once
-from checkmate_tf.solvers.neighborhood import build_neighborhood
-from checkmate_tf.solvers.relaxation import Relaxation
-from checkmate_tf.solvers.rounding import THRESHOLDS, round_relaxation
-from checkmate_tf.solvers.stage_model import build_stage_model
-from checkmate_tf.solvers.staged import (
+from checkmate_tf.core.staged import (
     Evaluator,
     gradient_blocks,
     mask_of,
@@ -22,6 +17,11 @@ from checkmate_tf.solvers.staged import (
     node_blocks,
     rows_from_masks,
 )
+from checkmate_tf.solvers.linear import Engine, Outcome, mip_parameters, solve_once
+from checkmate_tf.solvers.neighborhood import build_neighborhood
+from checkmate_tf.solvers.relaxation import Relaxation
+from checkmate_tf.solvers.rounding import THRESHOLDS, round_relaxation
+from checkmate_tf.solvers.stage_model import build_stage_model
 from checkmate_tf.solvers.variable_domain import Restrictions
 
 MODELS = (
