@@ -48,15 +48,23 @@ class Memory:
         return int(self.in_use_bytes.argmax())
 
     def with_sizes(self, tensor_bytes: np.ndarray) -> Memory:
-        """The events of the same plan for tensors of other sizes; workspace, and what was in use, stay as they are.
+        """The events of the same plan for tensors of other sizes; what was in use stays as it is.
+
+        Workspace as large as a tensor was, such as a copy of an input, is as large as it will be; other workspace stays
+        as it is.
 
         Args:
             tensor_bytes: int64 (tensors,). Of the first tensors; the others keep theirs.
         """
         sized = (self.event_tensor >= 0) & (self.event_tensor < len(tensor_bytes))
-        event_bytes = self.event_bytes.copy()
-        event_bytes[sized] = np.sign(event_bytes[sized]) * tensor_bytes[self.event_tensor[sized]]
-        return dataclasses.replace(self, event_bytes=event_bytes)
+        workspace = self.event_tensor == _WORKSPACE
+        known_bytes, which = np.unique(np.abs(self.event_bytes), return_inverse=True)
+        largest_bytes = np.zeros_like(known_bytes)  # of the tensors that were so large
+        np.maximum.at(largest_bytes, which[sized], tensor_bytes[self.event_tensor[sized]])
+        event_bytes = np.abs(self.event_bytes)
+        event_bytes[workspace] = np.where(largest_bytes > 0, largest_bytes, known_bytes)[which[workspace]]
+        event_bytes[sized] = tensor_bytes[self.event_tensor[sized]]
+        return dataclasses.replace(self, event_bytes=np.sign(self.event_bytes) * event_bytes)
 
     def with_events(self, chosen: np.ndarray) -> Memory:
         """The same with some of the events, or with all in another order.

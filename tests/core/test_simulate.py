@@ -132,6 +132,19 @@ def test_the_blocks_of_a_workspace_are_asked_for_one_by_one():
     assert several.event_buffer.tolist() == [2, 0, 1, 0, 1, 4, 3, 3, 2, 4]
 
 
+def test_workspace_that_is_as_large_as_a_tensor_grows_and_shrinks_with_it():
+    """A product that copies an input in another order was taken to copy the largest batch, whatever came."""
+    made = Builder()
+    a, b = made.add(makes=[4, 4])
+    made.add([a, b], [2])
+    graph = made.build()
+    memory = simulate(graph, compile_plan(graph, [0, 1]), np.array([0, 7]), {1: (4, 3)})
+    assert memory.event_bytes.tolist() == [4, 4, 2, 4, 3, -4, -3, -4, -4, -2]
+    other = memory.with_sizes(np.array([5, 6, 1]))
+    assert other.event_bytes.tolist() == [5, 6, 1, 6, 3, -6, -3, -5, -6, -1]
+    assert memory.with_sizes(graph.tensor_bytes).event_bytes.tolist() == memory.event_bytes.tolist()
+
+
 def test_blocks_that_are_asked_for_before_the_outputs_come_before_them():
     made = Builder()
     (a,) = made.add(makes=[4])
