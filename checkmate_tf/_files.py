@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import pathlib
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 from checkmate_tf.errors import FileError
 
@@ -83,28 +81,3 @@ def check_fingerprint(path: str | os.PathLike, what: str, found: Mapping, expect
             f"{os.fspath(path)} must hold {what} to be gone on with; in it {'; '.join(differing)}. "
             f"Give another path, or remove the file."
         )
-
-
-def parse_json(text: str, what: str) -> Any:
-    """The value of a JSON text whose numbers are all finite.
-
-    Args:
-        text: JSON.
-        what: What it should hold, for the message.
-
-    Raises:
-        FileError: It is not such a text.
-    """
-    try:
-        return json.loads(text, parse_float=_finite, parse_constant=_finite)
-    except RecursionError as error:
-        raise FileError(f"{what} must be JSON; this text is nested too deeply.") from error
-    except ValueError as error:  # also a number of thousands of digits
-        raise FileError(f"{what} must be JSON; this text is not: {error}") from error
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is not finite")
-    return number

@@ -84,5 +84,5 @@ def test_a_file_of_another_search_is_refused(tmp_path):
 def test_what_holds_no_sizes_is_refused(tmp_path, text):
     path = tmp_path / "sizes.json"
     path.write_text(text)
-    with pytest.raises(FileError, match="must hold the batch sizes"):
+    with pytest.raises(FileError, match=r"sizes\.json: the batch sizes that a search has tried must"):
         BatchTrials(path, STEP)

@@ -156,7 +156,7 @@ def test_any_report_survives_json_and_can_be_shown(report):
     [
         ({"format": "other"}, "this text is not one"),
         ({"version": 99}, "version 6; this one has 99"),
-        ({"gap": "delete"}, "lacks gap"),
+        ({"gap": "delete"}, "lacks 'gap'"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(change, message):

@@ -14,13 +14,14 @@ References:
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import function_pb2, graph_pb2, node_def_pb2
+from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from checkmate_tf.core.allocator import UNIT_BYTES
 from checkmate_tf.lowering.branches import called, is_expanded, is_for_xla
@@ -59,7 +60,7 @@ class _Functions:
         self, nodes: Iterable[node_def_pb2.NodeDef], returned: Collection[str], *, in_function: bool
     ) -> list[node_def_pb2.NodeDef]:
         """Copies of ops, of which those that call functions call the ones that are made here."""
-        copies = [_copy(node) for node in nodes]
+        copies = [copy.deepcopy(node) for node in nodes]
         for node in copies:
             for function in called(node) if not is_for_xla(node) else ():
                 function.name = self._name(function.name)
@@ -78,8 +79,7 @@ class _Functions:
         if function is None or is_for_xla(function):
             return name
         if name not in self._made:
-            changed = function_pb2.FunctionDef()
-            changed.CopyFrom(function)
+            changed = copy.deepcopy(function)
             del changed.node_def[:]
             returned = {op_of(source) for source in (*function.ret.values(), *function.control_ret.values())}
             changed.node_def.extend(self.filled(function.node_def, returned, in_function=True))
@@ -202,9 +202,3 @@ def _shape_of(constant: str) -> str:
 
 def _number_of(constant: str) -> str:
     return f"{constant}/number"
-
-
-def _copy(node: node_def_pb2.NodeDef) -> node_def_pb2.NodeDef:
-    copy = node_def_pb2.NodeDef()
-    copy.CopyFrom(node)
-    return copy

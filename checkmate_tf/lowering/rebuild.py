@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,8 +158,7 @@ def planned_graph_def(
         original = nodes[graph.names[op]]
         if instance and op in graph.recompute_variants:
             original = traced.recompute_variants[graph.names[op]]
-        node = node_def_pb2.NodeDef()
-        node.CopyFrom(original)
+        node = copy.deepcopy(original)
         node.name = graph.names[op] if instance == 0 else f"{graph.names[op]}/recompute_{instance}"
         is_gated = graph.is_ordered[op] and any(called(node))
         inputs = [name for name in original.input if not name.startswith("^")]

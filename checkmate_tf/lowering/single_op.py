@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -40,8 +41,7 @@ def single_op(
         parts: It is one of so many parts of a block: what takes its storage over keeps the whole block.
     """
     graph_def = graph_pb2.GraphDef()
-    node = node_def_pb2.NodeDef()
-    node.CopyFrom(original)
+    node = copy.deepcopy(original)
     node.name = ALONE + original.name
     del node.input[:]
     feeds = []
@@ -95,8 +95,7 @@ def op_behind(
     mark.attr["shape"].shape.CopyFrom(tf.TensorShape([-(-mark_bytes // tf.float32.size)]).as_proto())
     graph_def.node.append(mark)
     for original, operation in ops:
-        node = node_def_pb2.NodeDef()
-        node.CopyFrom(original)
+        node = copy.deepcopy(original)
         node.name = ALONE + original.name
         del node.input[:]
         for tensor in operation.inputs:

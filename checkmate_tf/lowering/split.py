@@ -13,12 +13,13 @@ References:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Set
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.core.framework import node_def_pb2
 
 from checkmate_tf.core.requirements import working_set_bytes
 from checkmate_tf.lowering.creation import op_of
@@ -135,8 +136,7 @@ class _Split:
                     self._add_part(node, part)
             else:
                 self._add_whole(node)
-        graph_def = graph_pb2.GraphDef()
-        graph_def.CopyFrom(traced.graph_def)
+        graph_def = copy.deepcopy(traced.graph_def)
         del graph_def.node[:]
         graph_def.node.extend(self._new.values())
         left = self._new.keys()
@@ -210,19 +210,19 @@ class _Split:
         """An op outside of the region, which reads what the region makes as a whole."""
         if self._reads_a_shape(node.name):
             return
-        copy = _copy(node)
+        whole = copy.deepcopy(node)
         reads = data_inputs(node)
         controls = [op for text in node.input[len(reads) :] for op in self._ends(op_of(text))]
         inputs = [self._whole_or_shape(tensor, node) for tensor in reads]
-        del copy.input[:]
-        copy.input.extend([*inputs, *(f"^{op}" for op in dict.fromkeys(controls))])
-        self._new[node.name] = copy
+        del whole.input[:]
+        whole.input.extend([*inputs, *(f"^{op}" for op in dict.fromkeys(controls))])
+        self._new[node.name] = whole
 
     def _add_part(self, node: node_def_pb2.NodeDef, part: int) -> None:
         found = self._region[node.name]
-        copy = _copy(node)
-        copy.name = _part_of(node.name, part)
-        copy.attr.pop("_output_shapes", None)
+        made = copy.deepcopy(node)
+        made.name = _part_of(node.name, part)
+        made.attr.pop("_output_shapes", None)
         reads = data_inputs(node)
         controls = [op for text in node.input[len(reads) :] for op in self._ends(op_of(text), part)]
         inputs = []
@@ -235,9 +235,9 @@ class _Split:
                 inputs.append(written(self._part(tensor, part, node.name)))
             else:
                 inputs.append(self._whole_or_shape(tensor, node))
-        del copy.input[:]
-        copy.input.extend([*inputs, *(f"^{op}" for op in dict.fromkeys(controls))])
-        self._put(copy, node.name, self._when[node.name][part])
+        del made.input[:]
+        made.input.extend([*inputs, *(f"^{op}" for op in dict.fromkeys(controls))])
+        self._put(made, node.name, self._when[node.name][part])
 
     def _whole_or_shape(self, tensor: Tensor, reader: node_def_pb2.NodeDef) -> str:
         """A tensor as a whole; where it is the shape of one that there are only parts of, a constant."""
@@ -357,9 +357,3 @@ class _Split:
 
 def _part_of(name: str, part: int) -> str:
     return f"{name}/split/part_{part}"
-
-
-def _copy(node: node_def_pb2.NodeDef) -> node_def_pb2.NodeDef:
-    copy = node_def_pb2.NodeDef()
-    copy.CopyFrom(node)
-    return copy

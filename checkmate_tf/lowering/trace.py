@@ -406,8 +406,7 @@ def _take_handles(graph_def: graph_pb2.GraphDef, function) -> dict[str, node_def
     taken = {}
     for node in graph_def.node:
         if node.name in variables:
-            taken[node.name] = node_def_pb2.NodeDef()
-            taken[node.name].CopyFrom(node)
+            taken[node.name] = copy.deepcopy(node)
             node.op = "VarHandleOp"
             node.attr.clear()
             node.attr["dtype"].type = variables[node.name].dtype.as_datatype_enum

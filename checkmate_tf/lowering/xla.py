@@ -19,12 +19,13 @@ References:
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2, node_def_pb2
+from tensorflow.core.framework import graph_pb2
 
 from checkmate_tf.core.opgraph import OpGraph
 from checkmate_tf.core.plan import Plan
@@ -174,8 +175,7 @@ class _Writer:
         if self._plan.instance[step] and not again:
             self._names.append(name)
             return
-        node = node_def_pb2.NodeDef()
-        node.CopyFrom(self._nodes[name])
+        node = copy.deepcopy(self._nodes[name])
         if again:
             node.name = f"{name}/recompute_{self._plan.instance[step]}"
         controls = [] if again else [source[1:] for source in node.input if source.startswith("^")]

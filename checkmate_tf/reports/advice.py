@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import types
-import typing
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from checkmate_tf._files import parse_json, write_atomically
+from checkmate_tf._documents import Document
+from checkmate_tf._files import write_atomically
 from checkmate_tf._text import aligned
-from checkmate_tf._version import __version__
 from checkmate_tf.budget import format_bytes
-from checkmate_tf.errors import FileError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = "checkmate_tf.advice"
-FORMAT_VERSION = 1
+ADVICE = Document("advice", "checkmate_tf.advice", 1)
 
 NOTHING = "nothing"
 """What a way changes in the results that leaves them as they are."""
@@ -220,8 +215,7 @@ class Advice:
 
     def to_json(self) -> str:
         """All of it as versioned JSON."""
-        head = {"format": FORMAT, "version": FORMAT_VERSION, "written_by": f"checkmate_tf {__version__}"}
-        return json.dumps({**head, **dataclasses.asdict(self)}, allow_nan=False, indent=1)
+        return ADVICE.text(self)
 
     @classmethod
     def from_json(cls, text: str) -> Advice:
@@ -230,25 +224,7 @@ class Advice:
         Raises:
             FileError: The text is none, or of a version that this version of the package does not read.
         """
-        data = parse_json(text, "advice")
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise FileError(f'advice must be a JSON object with "format": "{FORMAT}"; this text is not one.')
-        if data.get("version") != FORMAT_VERSION:
-            raise FileError(
-                f"advice must have version {FORMAT_VERSION}; this one has {data.get('version')!r} and was written by "
-                f"{data.get('written_by')}. Read it with that version, or make it again."
-            )
-        try:
-            nested: dict[str, Any] = {
-                "ways": tuple(Way(**_checked(Way, way)) for way in data["ways"]),
-                "limits": Limits(**_checked(Limits, data["limits"])),
-                "notes": tuple(_checked_value(note, str) for note in data["notes"]),
-                "phases_s": {name: _checked_value(seconds, float) for name, seconds in data["phases_s"].items()},
-            }
-            return cls(**nested, **_checked(cls, data, besides=nested.keys()))
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            lacks = f"this one lacks {error}." if isinstance(error, KeyError) else str(error)
-            raise FileError(f"advice must have all its fields, of the right kind; {lacks}") from error
+        return ADVICE.read(text, cls)
 
     def plot(self) -> Figure:
         """Time against memory, one labelled point for each way, and the budget.
@@ -321,32 +297,3 @@ def _cells(way: Way) -> tuple[str, ...]:
         way.changes,
         _MISSING if way.largest_batch is None else str(way.largest_batch),
     )
-
-
-def _checked(kind: type, row: Any, besides: typing.Collection[str] = ()) -> dict[str, Any]:
-    """The fields of a dataclass from JSON.
-
-    Args:
-        kind: The dataclass.
-        row: What stands for it.
-        besides: Fields that are left out.
-
-    Raises:
-        KeyError, TypeError: A field is missing or of another type.
-    """
-    if not isinstance(row, dict):
-        raise TypeError(f"{row!r} is no object.")
-    types_of = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind) if field.name not in besides]
-    return {name: _checked_value(row[name], types_of[name]) for name in names}
-
-
-def _checked_value(value: Any, kind: Any) -> Any:
-    if isinstance(kind, types.UnionType):
-        if value is None:
-            return None
-        kind = typing.get_args(kind)[0]
-    is_right = isinstance(value, (int, float) if kind is float else kind)
-    if not is_right or (isinstance(value, bool) and kind is not bool):
-        raise TypeError(f"{value!r} must be of type {kind.__name__}.")
-    return kind(value)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from checkmate_tf._files import parse_json, write_atomically
+from checkmate_tf._documents import Document
+from checkmate_tf._files import write_atomically
 from checkmate_tf._text import aligned
-from checkmate_tf._version import __version__
 from checkmate_tf.budget import format_bytes
-from checkmate_tf.errors import FileError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = "checkmate_tf.report"
-FORMAT_VERSION = 6
+REPORT = Document("a report", "checkmate_tf.report", 6)
 KINDS = ("weights", "activations", "recomputed", "gradients", "workspace")
 """The kinds of memory that reports tell apart, in the order in which plots stack them: weights with optimizer slots
 and the batch; what forward ops make, the first time and again; what the backward pass makes; scratch of the running op.
@@ -224,11 +221,7 @@ class Report:
 
     def to_json(self) -> str:
         """The whole report as versioned JSON."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in _ROWS:
-            fields[name] = [dataclasses.asdict(row) for row in fields[name]]
-        head = {"format": FORMAT, "version": FORMAT_VERSION, "written_by": f"checkmate_tf {__version__}"}
-        return json.dumps({**head, **fields}, allow_nan=False)
+        return REPORT.text(self, indent=None)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -240,27 +233,7 @@ class Report:
         Raises:
             FileError: The text is no report, or one of a version that this version of the package does not read.
         """
-        data = parse_json(text, "a report")
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise FileError(f'a report must be a JSON object with "format": "{FORMAT}"; this text is not one.')
-        if data.get("version") != FORMAT_VERSION:
-            raise FileError(
-                f"a report must have version {FORMAT_VERSION}; this one has {data.get('version')!r} and was written by "
-                f"{data.get('written_by')}. Read it with that version, or make it again."
-            )
-        names = {field.name for field in dataclasses.fields(cls)}
-        missing = sorted(names - data.keys())
-        if missing:
-            raise FileError(f"a report must have all its fields; this one lacks {', '.join(missing)}.")
-        fields = {name: data[name] for name in names}
-        try:
-            for name, row_type in _ROWS.items():
-                fields[name] = tuple(row_type(**row) for row in data[name])
-            report = cls(**fields)
-            _check_kinds(report)
-        except (AttributeError, OverflowError, TypeError, ValueError) as error:
-            raise FileError(f"a report must have all its fields, of the right kind: {error}") from error
-        return report
+        return REPORT.read(text, cls)
 
     def plot_memory(self) -> Figure:
         """Predicted bytes in use along the plan, with the budget and the peaks.
@@ -387,30 +360,6 @@ class Report:
         shown = [(plot(), text) for known, plot, text in plots if known]
         sizes = pages.table(_SIZES_HEADING, self.shared(), of_figures=True) if self.sizes else ""
         return pages.fragment(self.comparison(), self.facts(), sizes, self.notes, shown)
-
-
-_ROWS = {
-    "implementations": ImplementationRow,
-    "choices": ChoiceRow,
-    "sizes": SizeRow,
-    "peak_tensors": HeldTensor,
-    "schedule": ScheduleRow,
-}
-
-
-def _check_kinds(report: Report) -> None:
-    """Raises TypeError where text or a size is expected and something else stands."""
-    texts = [report.status, *report.notes, *report.phases_s, *report.recomputed]
-    texts += [] if report.strategy is None else [report.strategy]
-    texts += [text for row in report.implementations for text in (row.rule, row.where)]
-    texts += [text for row in report.choices for text in (row.alternative, row.where)]
-    texts += [text for row in report.peak_tensors for text in (row.name, row.kind)]
-    texts += [row.name for row in report.schedule]
-    sizes = [*(row.saved_bytes for row in report.implementations), *(row.nbytes for row in report.peak_tensors)]
-    for kind, values in ((str, texts), (int, sizes)):
-        wrong = [value for value in values if not isinstance(value, kind)]
-        if wrong:
-            raise TypeError(f"{wrong[0]!r} must be of type {kind.__name__}.")
 
 
 def _ints(values: Iterable[Any]) -> tuple[int, ...]:

@@ -5,23 +5,20 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import json
 import os
 import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from checkmate_tf._files import parse_json
+from checkmate_tf._documents import Document
 from checkmate_tf._text import aligned
-from checkmate_tf._version import __version__
 from checkmate_tf.budget import format_bytes
 from checkmate_tf.errors import FileError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = "checkmate_tf.tradeoff_curve"
-FORMAT_VERSION = 1
+CURVE = Document("a tradeoff curve", "checkmate_tf.tradeoff_curve", 1)
 
 _MISSING = "-"
 
@@ -98,19 +95,7 @@ class TradeoffCurve:
 
     def to_json(self) -> str:
         """The whole curve as versioned JSON."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "version": FORMAT_VERSION,
-                "written_by": f"checkmate_tf {__version__}",
-                "fingerprint": dict(self.fingerprint),
-                "plain_peak_bytes": self.plain_peak_bytes,
-                "plain_step_s": self.plain_step_s,
-                "points": self.rows(),
-            },
-            allow_nan=False,
-            indent=1,
-        )
+        return CURVE.text(self)
 
     @classmethod
     def from_json(cls, text: str) -> TradeoffCurve:
@@ -119,25 +104,7 @@ class TradeoffCurve:
         Raises:
             FileError: The text is no curve, or one that this version of the package does not read.
         """
-        data = parse_json(text, "a tradeoff curve")
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise FileError(f'a tradeoff curve must be a JSON object with "format": "{FORMAT}"; this text is not one.')
-        if data.get("version") != FORMAT_VERSION:
-            raise FileError(
-                f"a tradeoff curve must have version {FORMAT_VERSION}; this one has {data.get('version')!r} and was "
-                f"written by {data.get('written_by')}. Read it with that version, or make it again."
-            )
-        try:
-            return cls(
-                plain_peak_bytes=_number(data["plain_peak_bytes"], int),
-                plain_step_s=_number(data["plain_step_s"], float),
-                points=tuple(_point(row) for row in data["points"]),
-                fingerprint=dict(data["fingerprint"]),
-            )
-        except (KeyError, OverflowError, TypeError, ValueError) as error:
-            raise FileError(
-                f"a tradeoff curve must have all its fields, of the right kind; {_reason(error)}"
-            ) from error
+        return CURVE.read(text, cls)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> TradeoffCurve:
@@ -205,35 +172,3 @@ def cells(point: CurvePoint) -> tuple[str, ...]:
         _MISSING if point.gap is None else f"{100 * point.gap:.2f} %",
         point.status,
     )
-
-
-_INTS = ("budget_bytes", "predicted_peak_bytes")
-_FLOATS = ("predicted_step_s", "overhead", "lower_bound_s", "gap", "search_s")
-_OPTIONAL = frozenset({"predicted_peak_bytes", "predicted_step_s", "overhead", "lower_bound_s", "gap"})
-
-
-def _point(row: Mapping[str, Any]) -> CurvePoint:
-    """A point from JSON.
-
-    Raises:
-        KeyError, TypeError, ValueError: A field is missing, unknown or of the wrong kind.
-    """
-    if not isinstance(row["strategy"], str) or not isinstance(row["status"], str):
-        raise TypeError("strategy and status are strings.")
-    numbers = {name: _number(row[name], int, name in _OPTIONAL) for name in _INTS}
-    numbers |= {name: _number(row[name], float, name in _OPTIONAL) for name in _FLOATS}
-    return CurvePoint(strategy=row["strategy"], status=row["status"], **numbers)
-
-
-def _number(value: Any, to: type, optional: bool = False) -> Any:
-    if value is None and optional:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{value!r} is no number.")
-    if to is int and not isinstance(value, int):
-        raise TypeError(f"{value!r} is no whole number.")
-    return to(value)
-
-
-def _reason(error: Exception) -> str:
-    return f"this one lacks {error}." if isinstance(error, KeyError) else str(error)

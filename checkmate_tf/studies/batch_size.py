@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping
 
+from checkmate_tf._documents import Document
 from checkmate_tf._text import aligned
-from checkmate_tf._version import __version__
 from checkmate_tf.budget import format_bytes
 
-FORMAT = "checkmate_tf.max_batch_size"
-FORMAT_VERSION = 1
 TOLERANCE = 0.02  # sizes this close together are not told apart
 
+_DOCUMENT = Document("a largest batch", "checkmate_tf.max_batch_size", 1)
 _STRIDE = 1.08  # from one size to the next until one fits and one does not
 _FIRST_CUT = 0.02  # of a size that the real step does not confirm; doubles from try to try
 
@@ -74,8 +72,7 @@ class MaxBatchSize:
 
     def to_json(self) -> str:
         """All of it as versioned JSON."""
-        head = {"format": FORMAT, "version": FORMAT_VERSION, "written_by": f"checkmate_tf {__version__}"}
-        return json.dumps({**head, **dataclasses.asdict(self)}, allow_nan=False, indent=1)
+        return _DOCUMENT.text(self)
 
     def __str__(self) -> str:
         rows = [

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from checkmate_tf._documents import Document
 from checkmate_tf._files import check_fingerprint, write_atomically
-from checkmate_tf._version import __version__
 from checkmate_tf.errors import FileError
 from checkmate_tf.studies.batch_size import BatchTrial
 
-FORMAT = "checkmate_tf.batch_trials"
-FORMAT_VERSION = 1
+_DOCUMENT = Document("the batch sizes that a search has tried", "checkmate_tf.batch_trials", 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """What the file holds."""
+
+    fingerprint: Mapping[str, Any]
+    trials: tuple[BatchTrial, ...]
+    found: Mapping[str, Any]
 
 
 class BatchTrials:
@@ -48,15 +55,7 @@ class BatchTrials:
         """Writes the file, if there is one."""
         if self._path is None:
             return
-        content = {
-            "format": FORMAT,
-            "version": FORMAT_VERSION,
-            "written_by": f"checkmate_tf {__version__}",
-            "fingerprint": self._fingerprint,
-            "trials": [dataclasses.asdict(trial) for trial in self.trials],
-            "found": self.found,
-        }
-        write_atomically(self._path, json.dumps(content, allow_nan=False, indent=1))
+        write_atomically(self._path, _DOCUMENT.text(_Search(self._fingerprint, tuple(self.trials), self.found)))
 
     def bracket(self, below: int) -> tuple[int, int]:
         """The largest size, scaled, that fits, or 0; the smallest one above it that does not fit, or `below`."""
@@ -76,15 +75,8 @@ class BatchTrials:
 
     def _read(self, path: str | os.PathLike[str]) -> None:
         try:
-            content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-            if (content["format"], content["version"]) != (FORMAT, FORMAT_VERSION):
-                raise ValueError(f"its format is {content['format']!r}, version {content['version']!r}.")
-            trials = [BatchTrial(**row) for row in content["trials"]]
-            fingerprint, found = dict(content["fingerprint"]), dict(content["found"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise FileError(
-                f"{os.fspath(path)} must hold the batch sizes that a search has tried, version {FORMAT_VERSION}; "
-                f"it does not: {error}. Give another path, or remove the file."
-            ) from error
-        check_fingerprint(path, "batch sizes of this same search", fingerprint, self._fingerprint)
-        self.trials, self.found = trials, found
+            kept = _DOCUMENT.read(pathlib.Path(path).read_text(encoding="utf-8"), _Search)
+        except (FileError, UnicodeDecodeError) as error:
+            raise FileError(f"{os.fspath(path)}: {error} Give another path, or remove the file.") from error
+        check_fingerprint(path, "batch sizes of this same search", kept.fingerprint, self._fingerprint)
+        self.trials, self.found = list(kept.trials), dict(kept.found)

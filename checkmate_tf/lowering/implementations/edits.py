@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import graphlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,14 +45,14 @@ def possible(nodes: Sequence[node_def_pb2.NodeDef], edits: Sequence[Edit]) -> li
 def edited(nodes: Iterable[node_def_pb2.NodeDef], edits: Sequence[Edit]) -> list[node_def_pb2.NodeDef]:
     """The nodes after all edits. Those that are no longer needed are still there."""
     moved = {old: new for edit in edits for old, new in edit.moved.items()}
-    changed = [_copy(node) for node in nodes]
+    changed = [copy.deepcopy(node) for node in nodes]
     for node in changed:
         swaps = [edit.sums[node.name] for edit in edits if node.name in edit.sums]
         if swaps:
             terms = _exchange(node, swaps)
             if len(terms) == 1:
                 moved[node.name, 0] = terms[0]
-    changed += [_copy(node) for edit in edits for node in edit.new]
+    changed += [copy.deepcopy(node) for edit in edits for node in edit.new]
     for node in changed:
         for k, text in enumerate(node.input):
             if text.startswith("^"):
@@ -79,12 +80,6 @@ def _final(moved: Mapping[Tensor, Tensor], tensor: Tensor) -> Tensor:
     while tensor in moved:
         tensor = moved[tensor]
     return tensor
-
-
-def _copy(node: node_def_pb2.NodeDef) -> node_def_pb2.NodeDef:
-    copy = node_def_pb2.NodeDef()
-    copy.CopyFrom(node)
-    return copy
 
 
 def _is_cyclic(nodes: Iterable[node_def_pb2.NodeDef]) -> bool:
