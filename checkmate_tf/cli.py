@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -27,8 +28,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"checkmate_tf {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="command")
     for command in _COMMANDS:
-        command.add_parser(subparsers)
+        parser_of = subparsers.add_parser(
+            command.NAME,
+            help=command.HELP,
+            description=command.DESCRIPTION,
+            epilog=command.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_options(parser_of)
+        parser_of.set_defaults(run=command.run)
     args = parser.parse_args(argv)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's own start-up notes
     try:
         return args.run(args)
     except (CheckmateError, ImportError, OSError) as error:

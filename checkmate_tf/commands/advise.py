@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from checkmate_tf._files import write_atomically
 from checkmate_tf.commands.arguments import add_model, add_time_limit, budget, check_can_be_written, settings_of
 
-_DESCRIPTION = """\
+NAME = "advise"
+HELP = "show the ways to train inside a budget, and what each costs"
+DESCRIPTION = """\
 Looks into the ways in which a keras.applications model would train inside a budget: as it is, planned, with leaner
 equivalents, with ops in parts, in microbatches, in 16 bits. Prints what each takes in memory and time, what it changes
 in the results, and the code for it. Nothing is trained.
 """
-_EPILOG = """\
+EPILOG = """\
 Exit status: 0 when some way is within the budget; 1 when none was found; 2 when the input cannot be used.
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Declares the command and its options."""
-    parser = subparsers.add_parser(
-        "advise",
-        help="show the ways to train inside a budget, and what each costs",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
     add_model(parser)
     add = parser.add_argument
     add("--budget", type=budget, default="auto", help="800MB, 4GiB, auto, or a part of the plain peak (default: auto)")
@@ -35,7 +29,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--json", type=Path, metavar="OUT", help="also write the result to this file")
     add("--html", type=Path, metavar="OUT", help="also write a page with a plot")
     add("--plot", type=Path, metavar="OUT", help="also draw time against memory: a .png, .svg or .pdf file")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
         OSError: A file cannot be written.
     """
     check_can_be_written(args.json, args.html, args.plot)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's own start-up notes
     import checkmate_tf
     from checkmate_tf.commands import steps
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from checkmate_tf._files import write_atomically
@@ -16,26 +15,21 @@ from checkmate_tf.commands.arguments import (
     settings_of,
 )
 
-_DESCRIPTION = """\
+NAME = "curve"
+HELP = "plan for several budgets and show what memory costs in time"
+DESCRIPTION = """\
 Plans the training step of a keras.applications model for several budgets, with one or several strategies, and prints
 what each costs: predicted peak, step time and overhead, and the lower bound where one was proven. Nothing is trained.
 
 With --json, the file holds the curve after each point, and the same command goes on from it after an interruption.
 """
-_EPILOG = """\
+EPILOG = """\
 Exit status: 0 when some strategy has a plan for some budget; 1 when none has; 2 when the input cannot be used.
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Declares the command and its options."""
-    parser = subparsers.add_parser(
-        "curve",
-        help="plan for several budgets and show what memory costs in time",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
     add_model(parser)
     add = parser.add_argument
     add(
@@ -57,7 +51,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--csv", type=Path, metavar="OUT", help="also write the records to this file")
     add("--plot", type=Path, metavar="OUT", help="also draw the curve: a .png, .svg or .pdf file")
     add_implementations(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,7 +61,6 @@ def run(args: argparse.Namespace) -> int:
         OSError: A file cannot be read or written.
     """
     check_can_be_written(args.json, args.csv, args.plot)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's own start-up notes
     import checkmate_tf
     from checkmate_tf.commands import steps
 

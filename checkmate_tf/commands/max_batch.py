@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from checkmate_tf._files import write_atomically
@@ -16,28 +15,23 @@ from checkmate_tf.commands.arguments import (
     settings_of,
 )
 
-_DESCRIPTION = """\
+NAME = "max-batch"
+HELP = "find the largest batch that trains inside a budget"
+DESCRIPTION = """\
 Finds the largest batch at which a keras.applications model trains inside a budget, with at most one extra forward pass
 of compute unless told otherwise. The step is profiled at --batch-size and scaled; the answer is confirmed by tracing,
 profiling and planning the step at that size, and with --measure by running it.
 
 With --keep, the file holds the sizes after each try, and the same command goes on from it after an interruption.
 """
-_EPILOG = """\
+EPILOG = """\
 Exit status: 0 when a batch was found; 1 when a real step at its size took more than the budget (--measure); 2 when the
 input cannot be used or no batch was found.
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Declares the command and its options."""
-    parser = subparsers.add_parser(
-        "max-batch",
-        help="find the largest batch that trains inside a budget",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
     add_model(parser)
     add = parser.add_argument
     add("--budget", type=budget, default="auto", help="800MB, 4GiB, auto, or a part of the plain peak (default: auto)")
@@ -47,7 +41,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--keep", type=Path, metavar="FILE", help="keep the sizes that were tried in this file, and go on from it")
     add("--json", type=Path, metavar="OUT", help="also write the result to this file")
     add_implementations(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,7 +51,6 @@ def run(args: argparse.Namespace) -> int:
         OSError: A file cannot be written.
     """
     check_can_be_written(args.json, args.keep)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's own start-up notes
     import checkmate_tf
     from checkmate_tf.commands import steps
 

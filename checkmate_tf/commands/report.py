@@ -8,18 +8,19 @@ from pathlib import Path
 from checkmate_tf.commands.arguments import check_can_be_written
 from checkmate_tf.errors import FileError
 
-_DESCRIPTION = """\
+NAME = "report"
+HELP = "show a saved report as text or HTML"
+DESCRIPTION = """\
 Shows a report that was saved as JSON, by `checkmate-tf train --report` or with Report.to_json(), as text, or as one
 HTML file with its plots.
 """
+EPILOG = "Exit status: 0 when it was shown; 2 when the file cannot be used."
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Declares the command and its options."""
-    parser = subparsers.add_parser("report", help="show a saved report as text or HTML", description=_DESCRIPTION)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
     parser.add_argument("report", type=Path, metavar="REPORT.json", help="what Report.to_json() returned")
     parser.add_argument("--html", type=Path, metavar="OUT", help="write an HTML file instead of text")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from checkmate_tf import budget as budgets
-from checkmate_tf.commands.arguments import add_search
+from checkmate_tf.commands.arguments import add_search, check_can_be_written
 from checkmate_tf.core.graph import Graph
 from checkmate_tf.core.graph_file import read_graph, write_sequence
 from checkmate_tf.core.opgraph import OpGraph
@@ -29,25 +29,20 @@ _FOUND, _INFEASIBLE, _NOT_FOUND = 0, 3, 4
 _TICK_S = 0.2
 _MOST_DIGITS = 40
 
-_DESCRIPTION = """\
+NAME = "solve"
+HELP = "plan a graph from a JSON file within a memory budget"
+DESCRIPTION = """\
 Finds the cheapest order of execution of a graph within a memory budget and prints what it found as one JSON object.
 Ctrl-C ends the search with the best found so far.
 """
-_EPILOG = """\
+EPILOG = """\
 Exit status: 0 with a schedule within the budget; 3 when it is proven that the model that "bound_of" names has none;
 4 when none was found in time; 2 when the input cannot be used.
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Declares the command and its options."""
-    parser = subparsers.add_parser(
-        "solve",
-        help="plan a graph from a JSON file within a memory budget",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
     add = parser.add_argument
     add("graph", type=Path, metavar="GRAPH.json", help="nodes with cost and bytes, and edges")
     budget = parser.add_mutually_exclusive_group(required=True)
@@ -59,7 +54,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--seed", type=int, default=0, help="of the search (default: %(default)s)")
     add("--out", type=Path, metavar="SEQUENCE.json", help="write the order of execution, as node indices, to this file")
     add("--plot", type=Path, metavar="OUT", help="draw cost and bound over time: a .png, .svg or .pdf file")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,9 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.seed < 0:
         raise OptionError(f"seed must not be negative; got {args.seed}.")
-    for name, path in (("out", args.out), ("plot", args.plot)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise OptionError(f"{name} must be a file in a directory that exists; got {path}.")
+    check_can_be_written(args.out, args.plot)
     graph = read_graph(args.graph)
     budget_bytes = _budget_bytes(args, graph)
     began = time.perf_counter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 from checkmate_tf import sample_data
@@ -27,7 +26,9 @@ JSON_FORMAT = "checkmate_tf.train"
 JSON_VERSION = 1
 _HEAVY = ("peak_tensors", "schedule", "timeline_bytes", "timeline_split_bytes")  # what --json leaves to --report
 
-_DESCRIPTION = """\
+NAME = "train"
+HELP = "train a keras.applications model on real images under a budget, beside plain Keras"
+DESCRIPTION = """\
 Trains a keras.applications model, from random weights, on small real images that ship inside scikit-learn: first
 in plain Keras, then in the same process with its training step planned to fit the budget. Both start from the same
 weights and see the same batches. Ends with a table of both. The order of additions differs, so the losses start equal
@@ -39,21 +40,14 @@ unit in its last place to begin with. With --float64, all of them agree to many 
 With --wall, each runs in a process of its own whose allocator has a hard limit just above the budget: plain Keras
 is expected to run out of memory there, and the planned step to train.
 """
-_EPILOG = """\
+EPILOG = """\
 Exit status: 0 when the planned step trained within the budget (with --wall: and plain Keras ran out of memory at the
 limit); 1 when not; 2 when the input cannot be used.
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Declares the command and its options."""
-    parser = subparsers.add_parser(
-        "train",
-        help="train a keras.applications model on real images under a budget, beside plain Keras",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
     add_model(parser)
     add = parser.add_argument
     add("--budget", type=budget, default=0.5, help="0.5 (of the plain peak), 800MB, 4GiB or auto (default: 0.5)")
@@ -81,7 +75,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add("--json", type=Path, metavar="OUT", help="also write the results to this file")
     add("--report", type=Path, metavar="OUT", help="also write the planned step's report, for `checkmate-tf report`")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,7 +84,6 @@ def run(args: argparse.Namespace) -> int:
         CheckmateError: The input cannot be used; the message says why.
     """
     check_can_be_written(args.json, args.report)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's own start-up notes
     settings = settings_of(
         args,
         budget=args.budget,

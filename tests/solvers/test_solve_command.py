@@ -96,8 +96,8 @@ def test_nothing_found_is_status_4(graph_file, capsys):
         ("--budget-fraction 1.5", "above 0 and at most 1"),
         ("--budget-fraction nan", "above 0 and at most 1"),
         ("--budget 9 --seed -1", "seed must not be negative"),
-        ("--budget 9 --out /no/such/place/s.json", "a directory that exists"),
-        ("--budget 9 --plot /no/such/place/s.png", "plot must be a file in a directory that exists"),
+        ("--budget 9 --out /no/such/place/s.json", "folder that exists; got /no/such/place/s.json"),
+        ("--budget 9 --plot /no/such/place/s.png", "folder that exists; got /no/such/place/s.png"),
     ],
 )
 def test_unusable_options_are_status_2_with_a_message(graph_file, capsys, options, message):
