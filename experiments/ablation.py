@@ -44,7 +44,7 @@ from checkmate_tf.device_memory.reserved_slots import ReservedSlots
 from checkmate_tf.lowering import trace
 from checkmate_tf.lowering.branches import is_ordered
 from checkmate_tf.planning import guard_blocks as partitions
-from checkmate_tf.step import pipeline
+from checkmate_tf.step import pipeline, step_memory
 
 NOTHING, AGAIN = "nothing", "nothing, once more"  # is switched off
 SMALLEST, HALF, NEAR = "smallest", "0.5", "near the smallest"
@@ -85,14 +85,14 @@ MECHANISMS = {
     ),
     "reserved slots": Mechanism(
         "nothing is held between slots, and no room for that is set aside",
-        seam=(pipeline.ProfiledStep, "slots"),
+        seam=(step_memory.StepMemory, "slots"),
         replacement=lambda step: ReservedSlots([], [], step.device, 0),
         watched=(ReservedSlots, "__init__"),
         acts=lambda _, slots, *_sizes: bool(slots.nbytes),
     ),
     "compaction": Mechanism(
         "variables stay where plain steps have left them",
-        seam=(pipeline, "compact"),
+        seam=(step_memory, "compact"),
         replacement=lambda *_: None,
         watched=(compaction, "exact_chunks"),
         acts=lambda *_: 1,

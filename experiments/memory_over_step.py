@@ -68,7 +68,7 @@ def run_model(name: str, time_limit_s: float) -> list[dict]:
 
     def plain(profiled) -> dict:
         candidate = profiled.planner.unordered()
-        rule = profiled.base_bytes + maximum_memory_rule(candidate.op_graph)
+        rule = profiled.memory.base_bytes + maximum_memory_rule(candidate.op_graph)
         measured = measure(lambda: float(function(iter([batch]))["loss"]))
         return curves(profiled, candidate, *measured) | {"maximum_memory_rule_bytes": rule}
 
@@ -127,7 +127,7 @@ def measure(step: Callable[[], object]) -> tuple[np.ndarray, int]:
 def curves(profiled, candidate, measured_bytes: np.ndarray, measured_peak_bytes: int) -> dict:
     """What was predicted and measured of a plan."""
     return {
-        "base_bytes": profiled.base_bytes,
+        "base_bytes": profiled.memory.base_bytes,
         "predicted_peak_bytes": candidate.peak_bytes,
         "measured_peak_bytes": measured_peak_bytes,
         "overhead": candidate.overhead,

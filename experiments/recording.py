@@ -72,7 +72,7 @@ class ResultFile:
         write_result(self._path, self.rows, self._settings, self._packages)
 
     def _key_of(self, row: dict) -> tuple:
-        return tuple(row[name] for name in self._key)
+        return tuple(row.get(name) for name in self._key)  # rows of an older file lack new names
 
     def _goes_on(self, content: dict) -> bool:
         here, there = environment(self._packages), content.get("environment", {})

@@ -55,7 +55,7 @@ def test_a_mechanism_that_acts_all_the_same_is_seen(model, tmp_path, monkeypatch
 def test_there_are_no_slots_while_they_are_off():
     step = types.SimpleNamespace(device="CPU:0")
     with ablation.switched_off("reserved slots") as acted:
-        assert ablation.pipeline.ProfiledStep.slots(step).nbytes == 0
+        assert ablation.step_memory.StepMemory.slots(step).nbytes == 0
     assert not acted["reserved slots"]
     with ablation.switched_off(ablation.NOTHING) as acted:
         ablation.ReservedSlots([MIB] * 3, [], step.device, 100 * MIB)

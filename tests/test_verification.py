@@ -42,14 +42,16 @@ def stubbed(soon, later, *, verified=lambda _: None):
             captured=[], interface=SimpleNamespace(structure=(), variable_of={}), graph_def=GraphDef()
         ),
         device="CPU:0",
-        drawn_bytes=0,
-        ready_to_run=lease("CPU:0").moved,
         stay_within=lambda _: None,
-        foresee_memory=lambda: None,
         phase=lambda _: contextlib.nullcontext(),
         build=lambda candidate: ("function of", candidate),
-        divide=lambda _: [],
-        slots=lambda: SimpleNamespace(take=lambda: None, take_for_small=lambda: None),
+        memory=SimpleNamespace(
+            drawn_bytes=0,
+            ready_to_run=lease("CPU:0").moved,
+            foresee=lambda: None,
+            divide=lambda _: [],
+            slots=lambda: SimpleNamespace(take=lambda: None, take_for_small=lambda: None),
+        ),
     )
     return PlannedStep(profiled, 100, plan(1.0), None), asked
 
@@ -106,9 +108,9 @@ def test_a_step_above_its_budget_is_planned_with_as_much_less(of_others_bytes, l
 def test_where_no_other_plan_is_found_memory_is_divided_again_for_the_last_one():
     step, _ = stubbed(None, None)
     step._has_trained = True
-    step._profiled.divide = lambda partition: [("divided for", partition)]
+    step._profiled.memory.divide = lambda partition: [("divided for", partition)]
     looks = []
-    step._profiled.foresee_memory = lambda: looks.append(1)
+    step._profiled.memory.foresee = lambda: looks.append(1)
     ready(step)
     assert looks, "other plans are not played before what memory holds is known"
     assert step._guard_blocks == [("divided for", ())]

@@ -487,12 +487,12 @@ def _limits(model: keras.Model, profiled: ProfiledStep) -> Limits:
     largest = int((sizes + 1e-9 * costs.workspace_bytes).argmax())
     weights = [devices.variable_bytes(variable) for variable in profiled.traced.interface.variables]
     gradients = [v.shape.num_elements() * tf.as_dtype(wide(v.dtype)).size for v in model.trainable_variables]
-    own_bytes = devices.counted_bytes(device, weights) + profiled.batch_bytes
+    own_bytes = devices.counted_bytes(device, weights) + profiled.memory.batch_bytes
     return Limits(
         weights_bytes=sum(weights),
         gradients_bytes=sum(gradients),
-        batch_bytes=profiled.batch_bytes,
-        others_bytes=max(0, profiled.base_bytes - own_bytes),
+        batch_bytes=profiled.memory.batch_bytes,
+        others_bytes=max(0, profiled.memory.base_bytes - own_bytes),
         largest_op=place(graph, largest, names_of_layers(model)),
         largest_op_bytes=int(sizes[largest]),
         largest_op_scratch_bytes=int(costs.workspace_bytes[largest]),

@@ -123,7 +123,7 @@ class _Finder:
         """The largest size, to within `TOLERANCE`, whose scaled step has a plan."""
         self.budget_bytes = profiled.budget_bytes()
         self.kept = BatchTrials(self._path, self._fingerprint(profiled))
-        profiled.make_room(self.budget_bytes - profiled.base_bytes)
+        profiled.memory.make_room(self.budget_bytes - profiled.memory.base_bytes)
         scaled = ScaledForms(profiled, lambda variant: Scaled.of(variant, data, 2 * self._rows))
         unmodified = profiled.unmodified()
         plain = scaled.first if unmodified is profiled else Scaled.of(unmodified, data, 2 * self._rows)
@@ -158,7 +158,7 @@ class _Finder:
         """The size at which the plan with the smallest peak would just fit; the plan is tried at each size."""
         least = profiled.minimum_budget()
         self._known.append(least)
-        weights = profiled.base_bytes - profiled.batch_bytes
+        weights = profiled.memory.base_bytes - profiled.memory.batch_bytes
         return max(1, int(self._rows * (self.budget_bytes - weights) / max(1, least.peak_bytes - weights)))
 
     def is_confirmed(self, size: int, input_spec, *, measure: bool) -> bool:
@@ -348,17 +348,17 @@ class Scaled:
         plan = compile_plan(op_graph, range(op_graph.n))
         memory = simulate(op_graph, plan, costs.workspace_bytes, costs.requests)
         tensors_bytes = memory.most_counted_bytes(devices.uncounted_below_bytes(self._profiled.device))
-        if self._profiled.base_bytes + self._more_bytes(size) + tensors_bytes > budget_bytes:
+        if self._profiled.memory.base_bytes + self._more_bytes(size) + tensors_bytes > budget_bytes:
             return False  # an allocator that runs out of memory waits for ten seconds
-        peak = self._profiled.allocator_peak(memory, more_bytes=self._more_bytes(size))
+        peak = self._profiled.memory.allocator_peak(memory, more_bytes=self._more_bytes(size))
         return peak is not None and peak <= budget_bytes
 
     def may_fit(self, size: int, budget_bytes: int) -> bool:
         """Whether what every schedule needs fits."""
         op_graph, _ = self._scaling.at(size)
         least_bytes = working_set_bytes(op_graph, devices.uncounted_below_bytes(self._profiled.device))
-        return self._profiled.base_bytes + self._more_bytes(size) + least_bytes <= budget_bytes
+        return self._profiled.memory.base_bytes + self._more_bytes(size) + least_bytes <= budget_bytes
 
     def _more_bytes(self, size: int) -> int:
         """What the batch takes beyond the one that is there."""
-        return round((size / self._scaling.rows - 1) * self._profiled.batch_bytes)
+        return round((size / self._scaling.rows - 1) * self._profiled.memory.batch_bytes)

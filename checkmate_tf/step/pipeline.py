@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import itertools
-import logging
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
@@ -16,18 +14,11 @@ import tensorflow as tf
 
 from checkmate_tf import budget as budgets
 from checkmate_tf.budget import format_bytes
-from checkmate_tf.core.allocator import UNIT_BYTES
 from checkmate_tf.core.opgraph import Costs, OpGraph
-from checkmate_tf.core.plan import Plan, compile_plan
+from checkmate_tf.core.plan import Plan
 from checkmate_tf.core.requirements import working_set_bytes
-from checkmate_tf.core.simulate import Memory, simulate
 from checkmate_tf.device_memory import device as devices
-from checkmate_tf.device_memory import guard_blocks, out_of_memory
-from checkmate_tf.device_memory.compaction import compact, make_room
-from checkmate_tf.device_memory.lease import lease
-from checkmate_tf.device_memory.reserved_slots import ReservedSlots
 from checkmate_tf.errors import ModelError
-from checkmate_tf.lowering.constants import LARGE_BYTES
 from checkmate_tf.lowering.extract import ExtractedStep, extract
 from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, LAST_RESORT, RULES, SPLITS
 from checkmate_tf.lowering.open_trace import OpenTrace
@@ -37,24 +28,14 @@ from checkmate_tf.lowering.recompute_variants import KEPT_STATISTICS
 from checkmate_tf.lowering.split import PREFIX, can_split, parts_of, split
 from checkmate_tf.lowering.trace import TracedStep, trace
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
-from checkmate_tf.planning.guard_blocks import STATES
 from checkmate_tf.planning.implementation_selection import NONE, OWN, ImplementationPlanner, Site
 from checkmate_tf.planning.planner import Planner
 from checkmate_tf.planning.reuse import replay
 from checkmate_tf.reports.report import ChoiceRow
+from checkmate_tf.step.step_memory import StepMemory
 
-_log = logging.getLogger(__name__)
-
-_ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
-_MORE_ROOM_BYTES = 256 << 20  # where this much is left of a free block, a request gets no more of it than it asked for
-_CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops; up to 9 KB were seen
-_MORE_SMALL, _LEAST_SCALARS = 1.25, 16  # times those that the unmodified step has at once: a plan may have more
-_SMALL_BYTES = 64 << 10  # tensors of up to that have slots
-_SLOTS = 0.005  # of the tensors of the step that recomputes nothing: what the blocks between slots may take, twice
-_LEAST_SLOTS_BYTES = 32 << 10  # which they may take in any case: in a step of a few MiB a stray tensor weighs more
 _WORTH_A_NOTE = 0.02  # of a plan's peak: what is held beside it
 _OWN_OPS = "the model's own ops need less here than their equivalents: none of these is taken."
-_BUILD_BYTES = 32 << 10  # what is made between planning and the first run: the function's own tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +97,6 @@ class ProfiledStep:
         self._spec = spec
         self.chosen = chosen
         self._plain_peak_bytes: int | None = None
-        self._most_bytes: int | None = None
         self._variants: dict[frozenset[str] | None, ProfiledStep] = {chosen: self}
         self.phases_s: dict[str, float] = {}
         with self.phase("trace"):
@@ -127,27 +107,19 @@ class ProfiledStep:
         self.op_graph = op_graph = self._extracted.op_graph
         if open_trace is not None:
             open_trace.sizes[chosen].learn(_dimensions(spec), op_graph.tensor_bytes)
-        self.device = devices.name_of(self.traced.interface.variables)
-        # For a GPU, what is drawn waits in the memory of the host.
-        self.drawn_bytes = drawn_bytes = drawn_bytes if devices.is_cpu(self.device) else 0
-        constants = self.traced.constants_bytes
-        self._large_constants = [size for size in constants if size >= LARGE_BYTES]
-        self._beside_bytes = devices.counted_bytes(self.device, [_CALL_BYTES, *constants])
-        # Added to every predicted peak:
-        self.reserve_bytes = devices.counted_bytes(self.device, [_BUILD_BYTES]) + self._beside_bytes + drawn_bytes
-        plain = simulate(op_graph, compile_plan(op_graph, range(op_graph.n)))
-        self._room_bytes = int(_ROOM * plain.peak_bytes) + _MORE_ROOM_BYTES
-        self._most_slots_bytes = max(_LEAST_SLOTS_BYTES, int(_SLOTS * plain.peak_bytes))
-        scalars = sum(size <= UNIT_BYTES for size in constants) + _LEAST_SCALARS  # held by a function of its own
-        self._small = _small_slots(plain, scalars, self._most_slots_bytes)
-        self._fed_bytes = [leaf.shape.num_elements() * leaf.dtype.size for leaf in _leaves(spec)]
-        self.batch_bytes = sum(self._fed_bytes)
-        self.reserve_bytes += self.slots().nbytes
+        self.memory = StepMemory(
+            self.traced,
+            op_graph,
+            [leaf.shape.num_elements() * leaf.dtype.size for leaf in _leaves(spec)],
+            drawn_bytes=drawn_bytes,
+            in_training=in_training,
+        )
+        self.device = self.memory.device
 
     @functools.cached_property
     def profile(self) -> Profile:
         """The step with its measured costs."""
-        self.compact()
+        self.memory.compact()
         with self.phase("profile"):
             return profile(
                 self._extracted or self._extract(self._spec),
@@ -160,11 +132,12 @@ class ProfiledStep:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences that the reader of a report should know."""
-        drawn = f"{format_bytes(self.drawn_bytes)} are kept free for a batch that a pipeline draws while the step runs."
+        drawn_bytes = self.memory.drawn_bytes
+        drawn = f"{format_bytes(drawn_bytes)} are kept free for a batch that a pipeline draws while the step runs."
         return (
             *_notes(self.profile.unsized),
             *((_OWN_OPS,) if self.chosen is OWN else ()),
-            *((drawn,) if self.drawn_bytes >= _WORTH_A_NOTE * self.budget_bytes() else ()),
+            *((drawn,) if drawn_bytes >= _WORTH_A_NOTE * self.budget_bytes() else ()),
         )
 
     def notes_on(self, candidate: EvaluatedPlan) -> tuple[str, ...]:
@@ -173,7 +146,7 @@ class ProfiledStep:
         Args:
             candidate: A plan of this step.
         """
-        least = devices.uncounted_below_bytes(self.device)
+        least = self.memory.uncounted_below_bytes
         sizes = [size for size in map(devices.variable_bytes, self.traced.interface.variables) if size < least]
         memory = candidate.memory
         others = memory.peak_bytes - memory.most_counted_bytes(least)
@@ -185,12 +158,6 @@ class ProfiledStep:
             "budget."
         )
         return (*self.notes, uncounted)
-
-    @functools.cached_property
-    def base_bytes(self) -> int:
-        """What the device holds before the step: its variables, the batch, and what is not the step's."""
-        gc.collect()
-        return devices.in_use_bytes(self.device)
 
     @functools.cached_property
     def planner(self) -> Planner:
@@ -218,19 +185,19 @@ class ProfiledStep:
             more_bytes: What that step's batch takes beyond this one's.
             archive_dir: Folder of the schedules that are kept for a later run; by default none are.
         """
-        variables = self.traced.interface.variables
+        memory = self.memory
         return Planner(
             op_graph,
             costs,
-            base_bytes=self.base_bytes + more_bytes,
-            allocator_peak=functools.partial(self.allocator_peak, more_bytes=more_bytes),
-            uncounted_below_bytes=devices.uncounted_below_bytes(self.device),
-            limit_bytes=devices.limit_bytes(self.device),
+            base_bytes=memory.base_bytes + more_bytes,
+            allocator_peak=functools.partial(memory.allocator_peak, more_bytes=more_bytes),
+            uncounted_below_bytes=memory.uncounted_below_bytes,
+            limit_bytes=memory.limit_bytes,
             strategy=strategy,
             archive_dir=archive_dir,
-            rearrange=self.compact,
-            weights_bytes=devices.counted_bytes(self.device, map(devices.variable_bytes, variables)),
-            batch_bytes=devices.counted_bytes(self.device, self._fed_bytes),
+            rearrange=memory.compact,
+            weights_bytes=memory.weights_bytes,
+            batch_bytes=memory.counted_batch_bytes,
             layers=self.layers,
         )
 
@@ -251,62 +218,15 @@ class ProfiledStep:
             op_graph,
             costs,
             budget_bytes,
-            base_bytes=self.base_bytes + more_bytes,
-            allocator_peak=functools.partial(self.allocator_peak, more_bytes=more_bytes),
-            uncounted_below_bytes=devices.uncounted_below_bytes(self.device),
+            base_bytes=self.memory.base_bytes + more_bytes,
+            allocator_peak=functools.partial(self.memory.allocator_peak, more_bytes=more_bytes),
+            uncounted_below_bytes=self.memory.uncounted_below_bytes,
         )
 
-    def allocator_peak(
-        self,
-        memory: Memory,
-        partition: Sequence[int] = (),
-        states: int = 1,
-        enough_bytes: int | None = None,
-        *,
-        more_bytes: int = 0,
-    ) -> int | None:
-        """The highest peak that the device will report for a simulated plan, or None where the memory runs out.
-
-        Args:
-            memory: The plan's simulation.
-            partition: How free memory is divided, as for `guard_blocks.divide`.
-            states: In how many states of memory: as it is now, with a batch where there is none now, with two... In
-                each the constants are there that the plan's first run makes.
-            enough_bytes: Once the peak is that high, other states do not matter.
-            more_bytes: What the batch of the plan takes beyond the one that is there.
-        """
-        beside_bytes = more_bytes + self.reserve_bytes
-        fed = [max(1, size) for size in self._fed_bytes]
-        disturbing = [[*self._large_constants, *fed * count] for count in range(states)]
-        enough = None if enough_bytes is None else enough_bytes - beside_bytes
-        most = None if self._most_bytes is None else self._most_bytes - beside_bytes
-        peak = guard_blocks.allocator_peak(memory, self.device, partition, disturbing, enough, most)
-        return None if peak is None else peak + beside_bytes
-
     def stay_within(self, nbytes: int) -> None:
-        """From now on no plan is played on the device's allocator that takes more: it counts as one without room."""
+        """From now on no plan of any form is played on the device's allocator that takes more."""
         for variant in self._variants.values():
-            variant._most_bytes = nbytes
-
-    def foresee_memory(self) -> None:
-        """Learns where the device's free memory lies, to see what plans would take without playing them there.
-
-        It takes ten seconds, in which TensorFlow waits for memory that nobody has.
-        """
-        if not out_of_memory.is_known(self.device, self._most_bytes):
-            _log.warning(
-                "training has begun, so no plan is played on the allocator: it is asked for a map of its memory, which "
-                "takes 10 s. TensorFlow's message that it ran out of memory, trying to allocate 128 TiB, is its answer."
-            )
-            out_of_memory.learn(self.device)
-
-    def divide(self, partition: Sequence[int]) -> list[tf.Tensor]:
-        """Divides the device's free memory for as long as what is returned is held."""
-        return guard_blocks.divide(partition, self.device, self._most_bytes)
-
-    def slots(self) -> ReservedSlots:
-        """Slots for batches, one for each state of memory, and for the small tensors of the step."""
-        return ReservedSlots(self._fed_bytes * STATES, self._small, self.device, self._most_slots_bytes)
+            variant.memory.stay_within(nbytes)
 
     def profile_at(self, spec: Any) -> Profile:
         """The step traced and profiled for another argument."""
@@ -344,23 +264,6 @@ class ProfiledStep:
         names = self.settings.implementations
         return traced(spec, rules=RULES[names], alternatives=ALTERNATIVES[names], chosen=self.chosen)
 
-    def make_room(self, nbytes: int) -> int:
-        """Makes the allocator own one free block of this size, or what there is room for; returns its size."""
-        return make_room(self.device, nbytes, self.traced.interface.variables)
-
-    def compact(self) -> None:
-        """Moves the variables together, where there is room for that: other steps may have scattered them."""
-        if self.in_training:
-            return
-        lease(self.device).moved()
-        compact(self.device, self.traced.interface.variables, self.make_room(self._room_bytes))
-
-    def ready_to_run(self) -> None:
-        """From now on peaks are predicted for runs that follow at once."""
-        gc.collect()  # the functions of other plans hold memory
-        self.reserve_bytes = self._beside_bytes
-        self.compact()
-
     def phase(self, name: str) -> Phase:
         """Books the seconds of a block under a name."""
         return Phase(self.phases_s, name, self.settings)
@@ -370,13 +273,13 @@ class ProfiledStep:
         budget_bytes = budgets.parse(
             self.settings.budget,
             plain_peak_bytes=self.plain_peak_bytes,
-            device_bytes=lambda: devices.limit_bytes(self.device),
+            device_bytes=lambda: self.memory.limit_bytes,
         )
         return max(budget_bytes, self.settings.least_budget_bytes)
 
     def least_bytes(self) -> int:
         """What every plan needs at least: what is held before the step, and the most that one op reads and makes."""
-        return self.base_bytes + working_set_bytes(self.op_graph, devices.uncounted_below_bytes(self.device))
+        return self.memory.base_bytes + working_set_bytes(self.op_graph, self.memory.uncounted_below_bytes)
 
     def minimum_budget(self) -> EvaluatedPlan:
         """The plan with the lowest allocator peak that was found."""
@@ -391,7 +294,7 @@ class ProfiledStep:
         if self._plain_peak_bytes is None:
             planner, workers = self.unmodified().planner, devices.workers(self.device)
             predicted = planner.ready_bytes() if self.in_training else planner.unmodified_peak_bytes(workers)
-            self._plain_peak_bytes = max(_CALL_BYTES, predicted)
+            self._plain_peak_bytes = max(self.memory.least_plain_bytes, predicted)
         return self._plain_peak_bytes
 
     def unmodified(self) -> ProfiledStep:
@@ -435,10 +338,11 @@ class ProfiledStep:
                 in_training=self.in_training,
                 before_trial=self.before_trial,
                 layers=self.layers,
-                drawn_bytes=self.drawn_bytes,
+                drawn_bytes=self.memory.drawn_bytes,
                 open_trace=self._open_trace,
             )
-            variant._plain_peak_bytes, variant._most_bytes = self._plain_peak_bytes, self._most_bytes
+            variant._plain_peak_bytes = self._plain_peak_bytes
+            variant.memory.stay_like(self.memory)
             variant.phases_s = self.phases_s
             self._variants[chosen] = variant
         return self._variants[chosen]
@@ -480,14 +384,6 @@ class Phase:
         seconds = time.perf_counter() - self._start
         self._phases_s[self._name] = self._phases_s.get(self._name, 0.0) + seconds
         self._settings.progress(self._name, 1.0)
-
-
-def _small_slots(plain: Memory, scalars: int, most_bytes: int) -> list[int]:
-    """Sizes of slots for small tensors, the smallest first, which take no more than so much in all."""
-    sizes = [UNIT_BYTES] * scalars
-    for size, count in plain.most_at_once(_SMALL_BYTES, UNIT_BYTES).items():
-        sizes += [size] * round(_MORE_SMALL * count)
-    return [size for size, total in zip(sizes, itertools.accumulate(sizes), strict=True) if total <= most_bytes]
 
 
 def _dimensions(spec: Any) -> tuple[int, ...]:

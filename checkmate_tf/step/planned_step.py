@@ -69,13 +69,13 @@ class PlannedStep:
         self._has_trained = False
         self._guard_blocks: list[tf.Tensor] = []
         self._divided = 0  # how many they were when the plan was made
-        self._slots = profiled.slots()
+        self._slots = profiled.memory.slots()
         self._lasting = effects.lasting(profiled.traced)
         self._draws_in_kernels = effects.draws_in_kernels(profiled.traced)
         self._sparsely_written = effects.sparsely_written(profiled.traced)
         self._may_update_later = effects.updates_in_branches(profiled.traced)
         self._trial_peaks: list[int | None] = []
-        self._measured = Measurements(profiled.drawn_bytes)
+        self._measured = Measurements(profiled.memory.drawn_bytes)
         self.notes: list[str] = []
         self.warning: str | None = None
         if self._lasting:
@@ -129,7 +129,7 @@ class PlannedStep:
         if smallest is None:
             raise refusal
         variant = profiled.variant(smallest.chosen)
-        if not variant.profile.is_estimated or budget_bytes <= variant.base_bytes:
+        if not variant.profile.is_estimated or budget_bytes <= variant.memory.base_bytes:
             raise refusal
         step = cls(variant, budget_bytes, smallest, variant.build(smallest))
         if step._lasting:
@@ -203,7 +203,7 @@ class PlannedStep:
         """
         if self._lasting:
             return None
-        self._profiled.ready_to_run()
+        self._profiled.memory.ready_to_run()
         self._divide()
         trials = self._DOUBTFUL_RUNS if self._profiled.profile.is_estimated else 1
         measured = [self._trial([data], can_move=False, counts=False).peak_bytes for _ in range(trials)]
@@ -225,7 +225,7 @@ class PlannedStep:
             return False
         memory = self.candidate.memory.with_sizes(self._profiled.tensor_bytes_at(spec))
         self._guard_blocks.clear()
-        peak_bytes = self._profiled.allocator_peak(memory, self.candidate.partition, STATES)
+        peak_bytes = self._profiled.memory.allocator_peak(memory, self.candidate.partition, STATES)
         self._divide()
         if peak_bytes is None or peak_bytes > self._most_bytes:
             return False
@@ -240,7 +240,7 @@ class PlannedStep:
             spec: The batch as (nested) tf.TensorSpec.
         """
         memory = self._profiled.planner.store_all().memory.with_sizes(self._profiled.tensor_bytes_at(spec))
-        peak_bytes = self._profiled.allocator_peak(memory)
+        peak_bytes = self._profiled.memory.allocator_peak(memory)
         return peak_bytes is not None and peak_bytes <= self.budget_bytes
 
     @property
@@ -269,7 +269,7 @@ class PlannedStep:
         if self._is_ready:
             return
         if not self._has_trained:
-            self._profiled.ready_to_run()
+            self._profiled.memory.ready_to_run()
             self._slots.take()
             if can_move:
                 batch.append(move_to_slots(batch, self._profiled.device))
@@ -288,7 +288,7 @@ class PlannedStep:
 
     def _divide(self) -> None:
         """Divides memory for the plan, as far as there is room."""
-        self._guard_blocks = self._profiled.divide(self.candidate.partition)
+        self._guard_blocks = self._profiled.memory.divide(self.candidate.partition)
         self._divided = len(self._guard_blocks)
 
     def _tried(self, batch: list[Any], *, can_move: bool, counts: bool = True) -> Any:
@@ -379,8 +379,8 @@ class PlannedStep:
         Args:
             before_bytes: In use before the runs.
         """
-        drawn_bytes = max(0, before_bytes - self._profiled.base_bytes)
-        return self.budget_bytes - max(0, self._profiled.drawn_bytes - drawn_bytes)
+        drawn_bytes = max(0, before_bytes - self._profiled.memory.base_bytes)
+        return self.budget_bytes - max(0, self._profiled.memory.drawn_bytes - drawn_bytes)
 
     @property
     def _trial_runs(self) -> int:
@@ -470,7 +470,7 @@ class PlannedStep:
         """From when training has begun, what plans take is foreseen before any is played."""
         if self._has_trained:
             self._guard_blocks.clear()
-            self._profiled.foresee_memory()
+            self._profiled.memory.foresee()
 
     def _plan_for_now(self) -> EvaluatedPlan | None:
         """The plan with the peak that it has from where memory stands now, or None if that is too much."""
@@ -540,7 +540,7 @@ class PlannedStep:
         seconds = sorted(self._measured.seconds[1:] or self._measured.seconds)
         return describe.report(
             candidate,
-            profiled.base_bytes,
+            profiled.memory.base_bytes,
             strategy=profiled.settings.strategy,
             budget_bytes=self.budget_bytes,
             measured_peak_bytes=self.measured_peak_bytes,

@@ -20,8 +20,8 @@ from checkmate_tf.errors import NoScheduleFound
 from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.lowering import effects
 from checkmate_tf.lowering.trace import trace
-from checkmate_tf.step.pipeline import ProfiledStep
 from checkmate_tf.step.planned_step import PlannedStep
+from checkmate_tf.step.step_memory import StepMemory
 from checkmate_tf.step.trial import Outcome
 
 
@@ -192,13 +192,13 @@ def predicted_too_high(monkeypatch, measure):
     model = dense(measure)
     checkmate_tf.compile(model, "1GiB", time_limit_s=2.0)
     model.train_on_batch(*vectors())
-    true = ProfiledStep.allocator_peak
+    true = StepMemory.allocator_peak
 
     def more(self, *args, **kwargs):
         peak = true(self, *args, **kwargs)
         return None if peak is None else peak + (64 << 20)
 
-    monkeypatch.setattr(ProfiledStep, "allocator_peak", more)
+    monkeypatch.setattr(StepMemory, "allocator_peak", more)
     return checkmate_tf.report(model).measured_peak_bytes
 
 
