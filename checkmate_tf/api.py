@@ -133,6 +133,9 @@ def function(
     signature that `input_spec` describes. Arguments of another signature run the unmodified step, as `on_unplanned`
     allows. Variables that the step makes when it first runs are made now.
 
+    Called within the scope of a `MirroredStrategy` with several replicas, it plans a step in which `strategy.run` runs
+    what one replica does, and which returns what that returns; `input_spec` is then of the arguments of all replicas.
+
     Args:
         step: Python function or tf.function. Its arguments and results are (nested) tensors; it
             updates variables, by an optimizer or by assignment.

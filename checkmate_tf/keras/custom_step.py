@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import tensorflow as tf
 
 from checkmate_tf._tf_internals import is_jit_compiled
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.errors import ModelError, StepError
-from checkmate_tf.keras import batch
+from checkmate_tf.keras import batch, replicas
 from checkmate_tf.keras.open_spec import is_open
 from checkmate_tf.keras.unplanned import WITHOUT_XLA, Guard, Unplanned
 from checkmate_tf.lowering import xla
 from checkmate_tf.reports.report import Report
 from checkmate_tf.step.pipeline import ProfiledStep, Settings
 from checkmate_tf.step.planned_step import PlannedStep
+from checkmate_tf.step.replicated_step import ReplicatedStep
 from checkmate_tf.step.xla_step import XlaStep
 
 
@@ -28,7 +29,8 @@ class PlannedFunction:
     tf.function, which the report notes.
 
     Args:
-        step: Python function or tf.function; all its arguments and results are (nested) tensors.
+        step: Python function or tf.function; all its arguments and results are (nested) tensors. Within the scope of a
+            MirroredStrategy with several replicas: has the strategy run what one replica does, and returns the results.
         settings: Budget and options.
         input_spec: Its positional arguments as a tuple of (nested) tf.TensorSpec.
 
@@ -57,8 +59,9 @@ class PlannedFunction:
         self._is_for_xla = has_xla and xla.keeps_barriers(devices.name_of([tf.zeros(())]))
         if has_xla and not self._is_for_xla:
             self._unplanned.note(WITHOUT_XLA)
-        arguments = batch.zeros_of(tuple(input_spec))
-        self._signature = batch.signature(arguments)
+        self._strategy = replicas.entered()
+        arguments = self._zeros_of(tuple(input_spec))
+        self._signature = self._signature_of(arguments)
         self._planned = self._plan(arguments, settings)
         self._guard = None if self._planned is None else Guard(self._planned)
         functools.update_wrapper(self, self._python)
@@ -97,7 +100,7 @@ class PlannedFunction:
         report = Report() if self._planned is None else self._planned.report()
         return report.with_notes(self._unplanned.notes)
 
-    def _plan(self, arguments: tuple, settings: Settings) -> PlannedStep | XlaStep | None:
+    def _plan(self, arguments: tuple, settings: Settings) -> PlannedStep | XlaStep | ReplicatedStep | None:
         """The planned step, or None where planning has failed and the user did not ask for an error."""
         try:
             step = self._planned_step(arguments, settings)
@@ -112,7 +115,11 @@ class PlannedFunction:
         self._unplanned.if_alarming(step)
         return step
 
-    def _planned_step(self, arguments: tuple, settings: Settings) -> PlannedStep | XlaStep:
+    def _planned_step(self, arguments: tuple, settings: Settings) -> PlannedStep | XlaStep | ReplicatedStep:
+        if self._strategy is not None:
+            weights_bytes = replicas.weights_bytes(self._plain.get_concrete_function(*arguments), self._strategy)
+            more = self._strategy, weights_bytes, functools.partial(replicas.regrouped, strategy=self._strategy)
+            return ReplicatedStep.of(self._flat, arguments, settings, *more)
         if self._is_for_xla:
             return XlaStep.of(self._flat, arguments, settings)
         step = PlannedStep.of(ProfiledStep(self._flat, batch.spec_of(arguments), settings))
@@ -122,7 +129,15 @@ class PlannedFunction:
     def _flat(self, arguments: tuple) -> list:
         """The step with a flat list of tensors for its results."""
         self._result = self._python(*arguments)
-        return [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(self._result) if leaf is not None]
+        leaves = [leaf for leaf in tf.nest.flatten(self._result) if leaf is not None]
+        if self._strategy is None:
+            return [tf.convert_to_tensor(leaf) for leaf in leaves]
+        if not all(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
+            raise ModelError(
+                "a step of several replicas must return what strategy.run returns: reduce it outside of the step, as "
+                "strategy.reduce(..., planned_step(batch), axis=None)."
+            )
+        return leaves
 
     def _pack(self, results: list):
         """Results in the structure that the step returned them in."""
@@ -138,9 +153,29 @@ class PlannedFunction:
             args = bound.args
         try:
             arguments = batch.as_tensors(args)
-        except (TypeError, ValueError):  # something that is no tensor
+            if self._strategy is not None:
+                arguments = replicas.as_distributed(arguments, self._strategy)
+            return arguments if self._signature_of(arguments) == self._signature else None
+        except (TypeError, ValueError):  # something that is no tensor, or that replicas share unevenly
             return None
-        return arguments if batch.signature(arguments) == self._signature else None
+
+    def _zeros_of(self, input_spec: tuple) -> tuple:
+        """Arguments of zeros.
+
+        Raises:
+            ModelError: Replicas cannot share them.
+        """
+        if self._strategy is None:
+            return batch.zeros_of(input_spec)
+        return replicas.specified(input_spec, self._strategy)
+
+    def _signature_of(self, arguments: tuple) -> Hashable:
+        """That of what one replica is given.
+
+        Raises:
+            BatchError: Replicas are given other shapes.
+        """
+        return batch.signature(arguments if self._strategy is None else replicas.parts(arguments)[0])
 
 
 def _name(step: Callable) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from checkmate_tf.device_memory import device
 from checkmate_tf.errors import BatchError, ModelError
 from checkmate_tf.keras import batch
 
@@ -27,6 +28,32 @@ def why_unplanned(strategy: Strategy) -> str | None:
         f"several replicas under {type(strategy).__name__} are not planned: of tf.distribute, MirroredStrategy is, the "
         "devices of one machine. Build and train the model under that, or on one device."
     )
+
+
+def entered() -> Strategy | None:
+    """The strategy whose scope was entered, if it has several replicas.
+
+    Raises:
+        ModelError: Steps under it are not planned.
+    """
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync == 1:
+        return None
+    reason = why_unplanned(strategy)
+    if reason is not None:
+        raise ModelError(reason)
+    return strategy
+
+
+def weights_bytes(function: tf.types.experimental.ConcreteFunction, strategy: Strategy) -> int:
+    """Size of what a step of several replicas trains, of one of them.
+
+    Args:
+        function: The step.
+        strategy: The strategy that runs it.
+    """
+    trained = [variable for variable in function.variables if variable.trainable and variable.dtype.is_floating]
+    return sum(map(device.variable_bytes, trained)) // strategy.num_replicas_in_sync
 
 
 def as_distributed(data: Any, strategy: Strategy) -> Any:
@@ -86,6 +113,17 @@ def specified(input_spec: Any, strategy: Strategy) -> Any:
         ),
         part,
     )
+
+
+def regrouped(results: Sequence[Sequence[tf.Tensor]], strategy: Strategy) -> list[Any]:
+    """What `strategy.run` returns, from what each replica has returned."""
+
+    def of_leaf(k: int) -> Any:
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: results[context.replica_id_in_sync_group][k]
+        )
+
+    return [of_leaf(k) for k in range(len(results[0]))]
 
 
 def mean(results: Sequence[Any]) -> Any:

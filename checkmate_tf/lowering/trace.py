@@ -173,8 +173,8 @@ def _require_one_device(function: tf.types.experimental.ConcreteFunction) -> Non
     """Raises ModelError for a step in which devices wait for each other: in one chain of ops they would for good."""
     if any(op.type.startswith(COLLECTIVE) for op in function.graph.get_operations()):
         raise ModelError(
-            "a step whose devices add up values among each other (strategy.run) is planned for a keras.Model only: "
-            "build and compile the model under MirroredStrategy, and call checkmate_tf.compile on it."
+            "a step whose devices add up values among each other (strategy.run) is planned in strategy.scope() only: "
+            "call checkmate_tf.function there, or checkmate_tf.compile on a model that is built and compiled there."
         )
 
 

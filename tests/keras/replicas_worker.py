@@ -142,6 +142,68 @@ def refused() -> dict:
     return said
 
 
+def looped() -> dict:
+    """What came of a loop of one's own over batches that a strategy divides, plain and planned."""
+    strategy = mirrored()
+    rng = np.random.default_rng(0)
+    rows = 4 * REPLICAS * ROWS
+    x, y = rng.standard_normal((rows, SIZE, SIZE, 3)), rng.integers(0, 10, rows)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(REPLICAS * ROWS)
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def trained(planned) -> dict:
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model, optimizer = transformer(), keras.optimizers.Adam()
+            optimizer.build(model.trainable_variables)
+
+        def of_replica(images, labels):
+            with tf.GradientTape() as tape:
+                loss = loss_of(labels, model(images, training=True)) / REPLICAS
+            weights = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss, "rows": tf.shape(images)[0]}
+
+        step = planned(lambda images, labels: strategy.run(of_replica, args=(images, labels)))
+        losses, peaks, counts = [], [], 0
+        for images, labels in strategy.experimental_distribute_dataset(data):
+            found = step(images, labels)
+            losses.append(float(strategy.reduce("SUM", found["loss"], axis=None)))
+            counts += int(strategy.reduce("SUM", found["rows"], axis=None))
+            peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+        return {"losses": losses, "rows": counts, "peaks": peaks, "step": step,
+                "weights": [weight.numpy() for weight in [*model.weights, *optimizer.variables]]}  # fmt: skip
+
+    def planned(step):
+        with strategy.scope():
+            return checkmate_tf.function(step, BUDGET, input_spec=spec, time_limit_s=10.0, verbose=False)
+
+    spec = tuple(tf.TensorSpec((REPLICAS * ROWS, *part.shape[1:]), part.dtype) for part in (x, y))
+    plain, other = trained(tf.function), trained(planned)
+    report = other["step"].report()
+    try:
+        with strategy.scope():
+            checkmate_tf.function(
+                lambda images, _: strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(images,)), axis=None),
+                "1GiB", input_spec=spec, verbose=False,
+            )  # fmt: skip
+    except CheckmateError as error:
+        said = f"{type(error).__name__}: {error}"
+    return {
+        "losses": [plain["losses"], other["losses"]],
+        "rows": other["rows"],
+        "far_from_plain": max(
+            float(np.abs(a - b).max()) for a, b in zip(plain["weights"], other["weights"], strict=True)
+        ),
+        "peaks": other["peaks"],
+        "budget": report.budget_bytes,
+        "batch": x[: REPLICAS * ROWS].nbytes,
+        "recomputed": sum(report.recomputed.values()),
+        "notes": report.notes,
+        "reduced": said,
+    }
+
+
 def mirrored() -> tf.distribute.Strategy:
     """A strategy over parts of the CPU."""
     return tf.distribute.MirroredStrategy([f"CPU:{k}" for k in range(REPLICAS)])
@@ -152,7 +214,8 @@ def main(case: str) -> None:
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * REPLICAS)
     tf.config.experimental.enable_op_determinism()
     keras.config.set_floatx("float64")
-    sys.stdout.write(json.dumps(refused() if case == "refused" else compared(case)) + "\n")
+    found = {"refused": refused, "loop": looped}.get(case, lambda: compared(case))()
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 def compared(case: str) -> dict:

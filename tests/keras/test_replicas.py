@@ -45,6 +45,17 @@ def test_replicas_follow_one_plan_with_the_same_numbers_within_the_budget(case):
     assert not found["warnings"]
 
 
+def test_a_loop_of_ones_own_is_planned_for_all_replicas():
+    found = run("loop")
+    assert found["recomputed"] > 0
+    assert found["far_from_plain"] < 1e-9
+    assert found["losses"][1] == pytest.approx(found["losses"][0], rel=1e-9)
+    assert found["rows"] == 4 * 2 * 12, "each replica returns what it found"
+    assert max(found["peaks"]) <= REPLICAS * found["budget"] + 2 * found["batch"]
+    assert any("2 replicas follow one plan" in note for note in found["notes"])
+    assert "reduce it outside" in found["reduced"]
+
+
 @pytest.mark.slow
 def test_a_batch_that_replicas_share_unevenly_trains_unplanned_and_says_so():
     found = run("dropout")
