@@ -188,7 +188,7 @@ class Family:
         """A plan that keeps its budget for a batch, that for the smallest others; None where there is none."""
         shapes = batch.shapes_of(spec)
         for member in sorted(self._members, key=lambda member: _elements(member.largest)):
-            if member.holds(shapes) and (shapes == member.largest or member.step.keeps_budget(spec)):
+            if member.holds(shapes) and member.step.keeps_budget(spec):  # its own largest, too: memory has changed
                 return member
         return None
 
