@@ -57,6 +57,7 @@ class BatchSteps:
         self.is_drawn = False
         self._drawn_bytes = 0  # size of the batch that is planned for, where it may be cut in parts
         self._specs: dict[Hashable, object] = {}
+        self._ahead: set[Hashable] = set()  # planned for before other plans were made, and not looked at again
         self._families: dict[Hashable, Family | None] = {}  # of batches that differ in size; None: planned one by one
         self._accumulation: Accumulation | None = None  # where batches are cut in parts
         self._part_rows = 0
@@ -92,7 +93,8 @@ class BatchSteps:
         """
         one = self.of_one(data)
         key = batch.signature(one)
-        if key not in self.of:
+        if key not in self.of or key in self._ahead:
+            self._ahead.discard(key)
             self._drawn_bytes = batch.nbytes(one)
             self.of[key] = self._planned(data) if one is data else self._replicated(data, one)
             self._specs[key] = batch.spec_of(one)
@@ -116,8 +118,12 @@ class BatchSteps:
         self._families[batch.kind(input_spec)] = Family(self.step, self._profiled_from, seen, is_range_known=True)
 
     def plan_smaller(self, input_spec: Any) -> None:
-        """Makes the plans for what is smaller than the largest batch of a range, once that is planned for."""
+        """Makes the plans for what is smaller than the largest batch of a range, once that is planned for.
+
+        They change memory, so that the plan of the largest one is looked at again when such a batch comes.
+        """
         self._families[batch.kind(input_spec)].plan_smaller(batch.spec_of(input_spec), self._settings)
+        self._ahead.update(self.of)
 
     def _why_not_shared(self) -> str | None:
         """Why batches of many sizes have a plan for each shape; None where they share a few."""

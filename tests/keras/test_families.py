@@ -13,6 +13,7 @@ import checkmate_tf
 from checkmate_tf.keras.families import between, larger_shapes, open_shapes
 from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.lowering.shapes import broadcast_axes
+from checkmate_tf.step.planned_step import PlannedStep
 
 VOCABULARY, WIDTH, ROWS = 50, 64, 16
 LENGTHS = [40, 64, 24, 52, 8, 60, 33, 64]
@@ -202,6 +203,22 @@ def test_where_the_largest_batch_is_described_all_plans_are_made_at_once(options
     assert sum(row.batches for row in rows) == len(batches)
     assert rows[-1].largest == ((ROWS, 64), (ROWS, 4))
     assert rows[-1].predicted_peak_bytes <= budget < rows[-1].plain_peak_bytes
+
+
+def test_each_size_is_looked_at_as_memory_stands_when_it_first_comes(options, monkeypatch):
+    """The plan for the largest batch was made first; those made after it moved what it had been verified with."""
+    model = checkmate_tf.compile(built(text_model), 0.7, input_spec=described(), **options)
+    looked_at, look = [], PlannedStep.keeps_budget
+
+    def noted(step, spec):
+        looked_at.append(spec[0].shape[1])
+        return look(step, spec)
+
+    monkeypatch.setattr(PlannedStep, "keeps_budget", noted)
+    for batch in texts([24, 64, 24, 64, 40]):
+        model.train_on_batch(*batch)
+    assert set(looked_at) == {24, 64, 40}
+    assert looked_at.count(64) == 1, "once is enough"
 
 
 def test_a_batch_beyond_the_described_range_is_planned_for_and_the_report_says_so(options):
