@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from small_steps import LAYERS, MIB, training_step, unit_costs
 
+from checkmate_tf.core import solver
 from checkmate_tf.core.problem import Options, Solution, Status
 from checkmate_tf.core.requirements import working_set_bytes
 from checkmate_tf.core.schedule import SequenceSchedule
@@ -21,7 +22,6 @@ from checkmate_tf.planning.guard_blocks import STATES
 from checkmate_tf.planning.planner import Planner
 from checkmate_tf.planning.reuse import replay
 from checkmate_tf.planning.search import Search
-from checkmate_tf.solvers import base
 from checkmate_tf.solvers.remote import Point
 
 BASE = 3 * MIB
@@ -128,7 +128,7 @@ def test_a_search_does_not_lose_the_time_in_which_the_allocator_waits(monkeypatc
         now[0] += 10.0 if memory.peak_bytes > 900 else 0.5
         return None if memory.peak_bytes > 900 else memory.peak_bytes
 
-    for module in (guard_blocks, base):
+    for module in (guard_blocks, solver):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     allocator = guard_blocks.Waiting(report)
     allocator(SimpleNamespace(peak_bytes=1000))

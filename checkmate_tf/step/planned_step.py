@@ -345,6 +345,9 @@ class PlannedStep:
             smallest_bytes = planner.not_found(self._most_bytes).best_peak_bytes
             if smallest_bytes is not None:
                 smallest_bytes += self.budget_bytes - self._most_bytes  # what was not foreseen
+            else:  # none was found in memory as it is now
+                measured = [peak for peak in self._trial_peaks if peak is not None]
+                smallest_bytes = min(measured, default=0) + self._profiled.memory.drawn_bytes or None
             predicted = ""
         else:
             smallest_bytes = min(filter(None, (self._trial_peaks[-1], self._most_bytes)))

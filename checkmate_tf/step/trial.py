@@ -96,7 +96,7 @@ def run(
                 return Outcome(None, before_bytes)
             raise
         highest = max(highest, peak_bytes)
-        is_within = highest <= most_bytes(before_bytes)
+        is_within = peak_bytes <= most_bytes(in_use_bytes[-1])
         if counts and not left and is_within:
             return Outcome(highest, before_bytes, is_within, Run(results, seconds, peak_bytes))
         del results

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkmate_tf.step.pipeline import _small_slots
+from checkmate_tf.step.step_memory import _small_slots
 
 ROOT = pathlib.Path(__file__).parents[2]
 ALLOCATORS = {
