@@ -116,3 +116,9 @@ def test_where_no_other_plan_is_found_memory_is_divided_again_for_the_last_one()
     assert step._guard_blocks == [("divided for", ())]
     assert step.notes == [step.warning]
     assert "steps may take more than their budget of 100 B" in step.warning
+
+
+def test_a_refusal_after_trials_names_what_they_took_where_no_other_plan_is_known():
+    step, _ = stubbed(None, None)
+    step._trial_peaks = [None, 130, 120]
+    assert step._not_kept().best_peak_bytes == 120

@@ -13,7 +13,7 @@ from checkmate_tf.device_memory import device as devices
 from checkmate_tf.errors import ModelError, StepError
 from checkmate_tf.keras import batch, replicas
 from checkmate_tf.keras.open_spec import is_open
-from checkmate_tf.keras.unplanned import WITHOUT_XLA, Guard, Unplanned
+from checkmate_tf.keras.unplanned import REPLICAS_WITHOUT_XLA, WITHOUT_XLA, Guard, Unplanned
 from checkmate_tf.lowering import xla
 from checkmate_tf.reports.report import Report
 from checkmate_tf.step.pipeline import ProfiledStep, Settings
@@ -56,10 +56,11 @@ class PlannedFunction:
         self._unplanned = Unplanned(f"step {_name(self._python)!r}", settings.on_unplanned)
         self._result = None  # what the step returned when it was traced: the structure of its results
         has_xla = _is_tf_function(step) and is_jit_compiled(step)
-        self._is_for_xla = has_xla and xla.keeps_barriers(devices.name_of([tf.zeros(())]))
-        if has_xla and not self._is_for_xla:
-            self._unplanned.note(WITHOUT_XLA)
         self._strategy = replicas.entered()
+        is_alone = self._strategy is None
+        self._is_for_xla = has_xla and is_alone and xla.keeps_barriers(devices.name_of([tf.zeros(())]))
+        if has_xla and not self._is_for_xla:
+            self._unplanned.note(WITHOUT_XLA if is_alone else REPLICAS_WITHOUT_XLA)
         arguments = self._zeros_of(tuple(input_spec))
         self._signature = self._signature_of(arguments)
         self._planned = self._plan(arguments, settings)

@@ -32,7 +32,7 @@ from checkmate_tf.planning.implementation_selection import NONE, OWN, Implementa
 from checkmate_tf.planning.planner import Planner
 from checkmate_tf.planning.reuse import replay
 from checkmate_tf.reports.report import ChoiceRow
-from checkmate_tf.step.step_memory import StepMemory
+from checkmate_tf.step.step_memory import CALL_BYTES, StepMemory
 
 _WORTH_A_NOTE = 0.02  # of a plan's peak: what is held beside it
 _OWN_OPS = "the model's own ops need less here than their equivalents: none of these is taken."
@@ -226,7 +226,7 @@ class ProfiledStep:
     def stay_within(self, nbytes: int) -> None:
         """From now on no plan of any form is played on the device's allocator that takes more."""
         for variant in self._variants.values():
-            variant.memory.stay_within(nbytes)
+            variant.memory.most_bytes = nbytes
 
     def profile_at(self, spec: Any) -> Profile:
         """The step traced and profiled for another argument."""
@@ -294,7 +294,7 @@ class ProfiledStep:
         if self._plain_peak_bytes is None:
             planner, workers = self.unmodified().planner, devices.workers(self.device)
             predicted = planner.ready_bytes() if self.in_training else planner.unmodified_peak_bytes(workers)
-            self._plain_peak_bytes = max(self.memory.least_plain_bytes, predicted)
+            self._plain_peak_bytes = max(CALL_BYTES, predicted)
         return self._plain_peak_bytes
 
     def unmodified(self) -> ProfiledStep:
@@ -342,7 +342,7 @@ class ProfiledStep:
                 open_trace=self._open_trace,
             )
             variant._plain_peak_bytes = self._plain_peak_bytes
-            variant.memory.stay_like(self.memory)
+            variant.memory.most_bytes = self.memory.most_bytes
             variant.phases_s = self.phases_s
             self._variants[chosen] = variant
         return self._variants[chosen]

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 _ROOM = 1.25  # times the tensor bytes of the step that recomputes nothing: room for every plan and for rounding
 _MORE_ROOM_BYTES = 256 << 20  # where this much is left of a free block, a request gets no more of it than it asked for
-_CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops; up to 9 KB were seen
+CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops; up to 9 KB were seen
 _BUILD_BYTES = 32 << 10  # what is made between planning and the first run: the function's own tensors
 _MORE_SMALL, _LEAST_SCALARS = 1.25, 16  # times those that the unmodified step has at once: a plan may have more
 _SMALL_BYTES = 64 << 10  # tensors of up to that have slots
@@ -50,6 +50,8 @@ class StepMemory:
         batch_bytes: Size of the batch.
         drawn_bytes: As above; 0 for a GPU, for which what is drawn waits in the memory of the host.
         reserve_bytes: What is added to every predicted peak.
+        most_bytes: No plan is played on the device's allocator that takes more: it counts as one without room. None
+            where every plan may be played.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class StepMemory:
         self._variables = traced.interface.variables
         self._fed_bytes = list(fed_bytes)
         self._in_training = in_training
-        self._most_bytes: int | None = None
+        self.most_bytes: int | None = None
         constants = traced.constants_bytes
         self._large_constants = [size for size in constants if size >= LARGE_BYTES]
         plain = simulate(op_graph, compile_plan(op_graph, range(op_graph.n)))
@@ -75,7 +77,7 @@ class StepMemory:
         self._most_slots_bytes = max(_LEAST_SLOTS_BYTES, int(_SLOTS * plain.peak_bytes))
         scalars = sum(size <= UNIT_BYTES for size in constants) + _LEAST_SCALARS  # held by a function of its own
         self._small = _small_slots(plain, scalars, self._most_slots_bytes)
-        self._beside_bytes = self.counted_bytes([_CALL_BYTES, *constants])
+        self._beside_bytes = self.counted_bytes([CALL_BYTES, *constants])
         self.reserve_bytes = self.counted_bytes([_BUILD_BYTES]) + self._beside_bytes + self.drawn_bytes
         self.reserve_bytes += self.slots().nbytes
 
@@ -102,11 +104,6 @@ class StepMemory:
     def uncounted_below_bytes(self) -> int:
         """The device counts no smaller tensor."""
         return devices.uncounted_below_bytes(self.device)
-
-    @property
-    def least_plain_bytes(self) -> int:
-        """What a call takes in any case, counted or not: a fraction of nothing would be no budget."""
-        return _CALL_BYTES
 
     @functools.cached_property
     def base_bytes(self) -> int:
@@ -137,24 +134,16 @@ class StepMemory:
         fed = [max(1, size) for size in self._fed_bytes]
         disturbing = [[*self._large_constants, *fed * count] for count in range(states)]
         enough = None if enough_bytes is None else enough_bytes - beside_bytes
-        most = None if self._most_bytes is None else self._most_bytes - beside_bytes
+        most = None if self.most_bytes is None else self.most_bytes - beside_bytes
         peak = guard_blocks.allocator_peak(memory, self.device, partition, disturbing, enough, most)
         return None if peak is None else peak + beside_bytes
-
-    def stay_within(self, nbytes: int | None) -> None:
-        """From now on no plan is played on the device's allocator that takes more: it counts as one without room."""
-        self._most_bytes = nbytes
-
-    def stay_like(self, other: StepMemory) -> None:
-        """From now on plans are played as far as those of another form of the step are."""
-        self._most_bytes = other._most_bytes
 
     def foresee(self) -> None:
         """Learns where the device's free memory lies, to see what plans would take without playing them there.
 
         It takes ten seconds, in which TensorFlow waits for memory that nobody has.
         """
-        if not out_of_memory.is_known(self.device, self._most_bytes):
+        if not out_of_memory.is_known(self.device, self.most_bytes):
             _log.warning(
                 "training has begun, so no plan is played on the allocator: it is asked for a map of its memory, which "
                 "takes 10 s. TensorFlow's message that it ran out of memory, trying to allocate 128 TiB, is its answer."
@@ -163,7 +152,7 @@ class StepMemory:
 
     def divide(self, partition: Sequence[int]) -> list[tf.Tensor]:
         """Divides the device's free memory for as long as what is returned is held."""
-        return guard_blocks.divide(partition, self.device, self._most_bytes)
+        return guard_blocks.divide(partition, self.device, self.most_bytes)
 
     def slots(self) -> ReservedSlots:
         """Slots for batches, one for each state of memory, and for the small tensors of the step."""
