@@ -118,7 +118,7 @@ def pre_norm_blocks(x, blocks: int, width: int, heads: int, *, causal: bool = Fa
     return x
 
 
-def wide_resnet(classes: int = 1000) -> keras.Model:
+def wide_resnet(size: int = 224, classes: int = 1000) -> keras.Model:
     """WideResNet-50-2: ResNet-50 with the first two convolutions of each block twice as wide.
 
     References:
@@ -129,7 +129,7 @@ def wide_resnet(classes: int = 1000) -> keras.Model:
         x = layers.Conv2D(filters, kernel, strides, padding="same", use_bias=False)(x)
         return layers.BatchNormalization()(x)
 
-    inputs = keras.Input((224, 224, 3))
+    inputs = keras.Input((size, size, 3))
     x = layers.MaxPooling2D(3, 2, padding="same")(layers.ReLU()(convolution(inputs, 64, 7, 2)))
     for stage, blocks in enumerate((3, 4, 6, 3)):
         filters = 64 << stage
@@ -149,11 +149,11 @@ def _compiled(model: keras.Model, optimizer: str = "sgd", from_logits: bool = Fa
     return model
 
 
-def _classification(make: Callable[[], keras.Model], batch_size: int) -> Case:
+def _classification(make: Callable[[], keras.Model], batch_size: int, size: int = 224) -> Case:
     return Case(
         build=lambda: _compiled(make()),
         batch=lambda rng: (
-            rng.standard_normal((batch_size, 224, 224, 3), np.float32),
+            rng.standard_normal((batch_size, size, size, 3), np.float32),
             rng.integers(0, 1000, batch_size, np.int32),
         ),
         batch_size=batch_size,
@@ -165,6 +165,7 @@ CASES = {
     "MobileNet": _classification(lambda: keras.applications.MobileNet(weights=None), 32),
     "ResNet50": _classification(lambda: keras.applications.ResNet50(weights=None), 16),
     "WideResNet-50-2": _classification(wide_resnet, 8),
+    "WideResNet-50-2, 32x32": _classification(lambda: wide_resnet(32), 256, 32),
     "U-Net": Case(
         build=lambda: _compiled(unet(), from_logits=True),
         batch=lambda rng: (
@@ -187,5 +188,10 @@ CASES = {
         build=lambda: _compiled(transformer(), optimizer="adam"),
         batch=lambda rng: (rng.integers(0, 2000, (8, 512), np.int32), rng.integers(0, 1000, 8, np.int32)),
         batch_size=8,
+    ),
+    "Transformer, 32 rows": Case(
+        build=lambda: _compiled(transformer(length=128), optimizer="adam"),
+        batch=lambda rng: (rng.integers(0, 2000, (32, 128), np.int32), rng.integers(0, 1000, 32, np.int32)),
+        batch_size=32,
     ),
 }

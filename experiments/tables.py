@@ -168,6 +168,37 @@ def replicas_table(result: dict) -> str:
     return "\n".join(lines)
 
 
+_PRECISIONS = {"float32": "", "bfloat16": "bfloat16", "mixed_bfloat16": "mixed bfloat16"}
+
+
+def techniques_table(result: dict) -> str:
+    """Each combination of `techniques.py`, against plain Keras in float32; beside checkpoints, our plans."""
+    lines = [
+        "| model | techniques | peak saved | step time | the rule | ours in that memory | ours, least memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    found = {tuple(row[name] for name in ("model", "precision", "microbatches", "plan")): row for row in result["rows"]}
+    for (model, precision, parts, plan), row in found.items():
+        base = found.get((model, "float32", 1, "nothing"))
+        if base is None or plan.startswith("ours"):
+            continue
+        named = [_PRECISIONS[precision], plan * (plan != "nothing"), f"{parts} microbatches" * (parts > 1)]
+        rule = 1 - row["maximum_memory_rule_bytes"] / base["plain_peak_bytes"]
+        cells = [model, " + ".join(filter(None, named)) or "none", *_saved(row, base), f"{100 * rule:.1f} %"]
+        ours = (found.get((model, precision, parts, which)) for which in ("ours", "ours, least memory"))
+        beside = [_saved(other, base) if other and plan != "nothing" else () for other in ours]
+        lines.append(f"| {' | '.join(cells + [', '.join(cell) for cell in beside])} |")
+    return "\n".join(lines)
+
+
+def _saved(row: dict, base: dict) -> tuple[str, str]:
+    """What a step saves of plain Keras's peak in float32, and its time beside that one's."""
+    seconds = row["time_ratio"] * row["plain_step_s"]  # of its own plain steps: taken in turn with them
+    return f"{100 * (1 - row['measured_peak_bytes'] / base['plain_peak_bytes']):.1f} %", (
+        f"{seconds / base['plain_step_s']:.2f}"
+    )
+
+
 def peers_table(result: dict) -> str:
     """Every row of `peers.py`: peak and time of the peer and of the plan in the same memory, and who is right."""
     lines = [
@@ -313,6 +344,7 @@ TABLES = {
     "programs": (RESULTS / "xla_programs.json", programs_table),
     "open shapes": (RESULTS / "open_shapes.json", open_shapes_table),
     "replicas": (RESULTS / "replicas.json", replicas_table),
+    "techniques": (RESULTS / "techniques.json", techniques_table),
     "peers": (RESULTS / "peers.json", peers_table),
     "ablation": (RESULTS / "ablation.json", ablation_table),
     "solvers": (RESULTS / "solvers.json", solvers_table),

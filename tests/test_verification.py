@@ -74,7 +74,7 @@ def test_a_plan_is_replaced_soon_and_by_a_whole_search_only_where_that_costs_tim
     step, calls = stubbed(soon_s and plan(soon_s), later_s and plan(later_s))
     ready(step)
     assert step.candidate.time_s == taken_s
-    assert step._function == ("function of", step.candidate)
+    assert step._placed.function == ("function of", step.candidate)
     assert calls == asked
 
 
@@ -84,7 +84,7 @@ def test_what_replaces_a_plan_is_looked_at_again_once_it_is_built():
     step, _ = stubbed(other, None, verified=lambda candidate: moved if candidate is other else None)
     ready(step)
     assert step.candidate is moved
-    assert step._function == ("function of", other)
+    assert step._placed.function == ("function of", other)
 
 
 def test_a_step_that_nothing_keeps_within_the_budget_is_refused():
@@ -113,7 +113,7 @@ def test_where_no_other_plan_is_found_memory_is_divided_again_for_the_last_one()
     step._profiled.memory.foresee = lambda: looks.append(1)
     ready(step)
     assert looks, "other plans are not played before what memory holds is known"
-    assert step._guard_blocks == [("divided for", ())]
+    assert step._placed._guard_blocks == [("divided for", ())]
     assert step.notes == [step.warning]
     assert "steps may take more than their budget of 100 B" in step.warning
 

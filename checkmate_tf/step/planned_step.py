@@ -12,12 +12,11 @@ import tensorflow as tf
 from checkmate_tf.budget import format_bytes
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.device_memory.lease import lease
-from checkmate_tf.device_memory.reserved_slots import move_to_slots
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.lowering import effects
 from checkmate_tf.lowering.rebuild import Lean, call_unoptimized
 from checkmate_tf.lowering.trace import TracedStep
-from checkmate_tf.planning.evaluated_plan import EvaluatedPlan, cheapest
+from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 from checkmate_tf.planning.guard_blocks import STATES
 from checkmate_tf.planning.reuse import follow
 from checkmate_tf.reports import describe
@@ -25,6 +24,7 @@ from checkmate_tf.reports.report import ImplementationRow, Report
 from checkmate_tf.step import trial
 from checkmate_tf.step.measurements import Measurements
 from checkmate_tf.step.pipeline import ProfiledStep
+from checkmate_tf.step.placed_plan import PlacedPlan
 
 _log = logging.getLogger(__name__)
 
@@ -47,16 +47,13 @@ class PlannedStep:
     _TRIAL_RUNS = 2  # a function's first run leaves constants behind, and the next batch lies elsewhere
     _MOST_TRIALS = 6
     _MOST_REPLANS = 3
-    _REPLAN_LIMIT_S = 10.0
-    _AS_FAST = 1.02  # times the seconds of the plan that is replaced: one found soon that takes no more will do
     _SAFE = 0.95  # of the budget: a U-Net's convolutions took 4.2 % more of it at one of 40 sizes than at the largest
     _OUT_OF_MEMORY = 1 / 64  # of the budget, by which a plan is taken to need more where nothing could be measured
 
     def __init__(self, profiled: ProfiledStep, budget_bytes: int, candidate: EvaluatedPlan, function: Lean):
         self.budget_bytes = budget_bytes
-        self.candidate = candidate
         self._profiled = profiled
-        self._function = function
+        self._placed = PlacedPlan(profiled, candidate, function)
         self._captured = profiled.traced.captured
         self._structure = profiled.traced.interface.structure
         self._lease = lease(profiled.device)
@@ -67,9 +64,6 @@ class PlannedStep:
         self._refusal: InfeasibleBudget | NoScheduleFound | None = None  # that stands unless a trial keeps the budget
         self._replans = 0
         self._has_trained = False
-        self._guard_blocks: list[tf.Tensor] = []
-        self._divided = 0  # how many they were when the plan was made
-        self._slots = profiled.memory.slots()
         self._lasting = effects.lasting(profiled.traced)
         self._draws_in_kernels = effects.draws_in_kernels(profiled.traced)
         self._sparsely_written = effects.sparsely_written(profiled.traced)
@@ -204,7 +198,7 @@ class PlannedStep:
         if self._lasting:
             return None
         self._profiled.memory.ready_to_run()
-        self._divide()
+        self._placed.divide()
         trials = self._DOUBTFUL_RUNS if self._profiled.profile.is_estimated else 1
         measured = [self._trial([data], can_move=False, counts=False).peak_bytes for _ in range(trials)]
         peaks = [peak for peak in measured if peak is not None]
@@ -224,9 +218,9 @@ class PlannedStep:
         except NoScheduleFound:
             return False
         memory = self.candidate.memory.with_sizes(self._profiled.tensor_bytes_at(spec))
-        self._guard_blocks.clear()
+        self._placed.free_guard_blocks()
         peak_bytes = self._profiled.memory.allocator_peak(memory, self.candidate.partition, STATES)
-        self._divide()
+        self._placed.divide()
         if peak_bytes is None or peak_bytes > self._most_bytes:
             return False
         if peak_bytes > self._SAFE * self.budget_bytes:
@@ -248,9 +242,14 @@ class PlannedStep:
         """The unmodified step."""
         return self._profiled.traced
 
+    @property
+    def candidate(self) -> EvaluatedPlan:
+        """The plan that it follows."""
+        return self._placed.candidate
+
     def give_up(self) -> None:
         """Frees the guard blocks of this step's plan: another step takes the lease."""
-        self._guard_blocks.clear()
+        self._placed.free_guard_blocks()
 
     def _take_lease(self, batch: list[Any], can_move: bool) -> None:
         """Makes memory what the plan was made for, if it is not.
@@ -265,31 +264,16 @@ class PlannedStep:
             self._profiled.stay_within(self.budget_bytes)
         if not self._lease.is_held_by(self):
             self._lease.take(self)
-            self._is_ready = self._is_ready and self._is_divided_again()
+            self._is_ready = self._is_ready and self._placed.divide_again()
         if self._is_ready:
             return
         if not self._has_trained:
-            self._profiled.memory.ready_to_run()
-            self._slots.take()
-            if can_move:
-                batch.append(move_to_slots(batch, self._profiled.device))
-            self._slots.take_for_small()
-        if not self._take_plan_for_now():
+            self._placed.take_slots(batch, can_move=can_move)
+        if not self._find_plan_for_now():
             if not self._has_trained:
                 raise self._refusal or self._profiled.planner.not_found(self.budget_bytes)
             self._go_on_as_it_is()
         self._is_ready = True
-
-    def _is_divided_again(self) -> bool:
-        """Divides memory for the plan once more; whether it could be divided as it was."""
-        before = self._divided
-        self._divide()
-        return self._divided == before
-
-    def _divide(self) -> None:
-        """Divides memory for the plan, as far as there is room."""
-        self._guard_blocks = self._profiled.memory.divide(self.candidate.partition)
-        self._divided = len(self._guard_blocks)
 
     def _tried(self, batch: list[Any], *, can_move: bool, counts: bool = True) -> Any:
         """Runs the step, and plans it again, until what is measured keeps the budget.
@@ -317,7 +301,7 @@ class PlannedStep:
             if self._refusal is not None:  # no plan was found that is predicted to take less
                 break
             self._tighten(outcome.peak_bytes)
-            if not self._take_plan_for_now():
+            if not self._find_plan_for_now():
                 break
         has_begun = self._has_trained or (self._whole is not None and self._whole._has_trained)
         if not has_begun or self._trial_peaks[-1] is None:
@@ -336,7 +320,7 @@ class PlannedStep:
         self._replans = self._MOST_REPLANS
         self._trusted_at = self._lease.moves
         if self._whole is None:  # memory is no longer divided, as another plan was sought
-            self._divide()
+            self._placed.divide()
 
     def _not_kept(self) -> NoScheduleFound:
         """The error for a budget that no plan kept when it ran."""
@@ -399,7 +383,7 @@ class PlannedStep:
     def _draw_anew(self) -> None:
         """Takes back what kernels drew from streams of their own."""
         if self._draws_in_kernels:
-            self._function = self._profiled.build(self.candidate)
+            self._placed.build_anew()
 
     def _run(self, data: Any) -> Any:
         """Runs the step once. It is planned again before the next run if it took too much.
@@ -437,7 +421,7 @@ class PlannedStep:
         feeds = [tensor for tensor in tf.nest.flatten(data) if tensor is not None]
         start = time.perf_counter()
         effects.share_reads(self._sparsely_written)
-        results = call_unoptimized(self._function, feeds + self._captured)
+        results = call_unoptimized(self._placed.function, feeds + self._captured)
         if wait:
             devices.wait(self._profiled.device)
         seconds = time.perf_counter() - start
@@ -447,52 +431,9 @@ class PlannedStep:
         self._has_trained = True
         self._measured.book(seconds, peak_bytes)
 
-    def _take_plan_for_now(self) -> bool:
-        """Goes on with a plan that keeps the budget from where memory stands now, and divides memory for it.
-
-        Returns:
-            Whether there is one, known or found in time.
-        """
-        if self._replans:  # what a plan takes now may be too much
-            self._foresee()
-        found = self._plan_for_now()
-        if found is None:
-            self._foresee()
-            found = self._other_plan()
-        if found is None:
-            return False
-        if found.plan is not self.candidate.plan:
-            self._build(found)  # what its function holds moves memory once more
-            self._slots.take_for_small()
-            found = self._plan_for_now() or found
-        self._build(found)
-        self._divide()
-        return True
-
-    def _foresee(self) -> None:
-        """From when training has begun, what plans take is foreseen before any is played."""
-        if self._has_trained:
-            self._guard_blocks.clear()
-            self._profiled.memory.foresee()
-
-    def _plan_for_now(self) -> EvaluatedPlan | None:
-        """The plan with the peak that it has from where memory stands now, or None if that is too much."""
-        self._guard_blocks.clear()
-        planner = self._profiled.planner
-        planner.forget_peaks()
-        return planner.verified(self.candidate, self._most_bytes)
-
-    def _other_plan(self) -> EvaluatedPlan | None:
-        """A plan in place of one that takes too much now; before the first run sought at leisure if not found soon."""
-        planner, limit_s = self._profiled.planner, self._profiled.settings.time_limit_s
-        if self._replans:
-            limit_s = self._REPLAN_LIMIT_S
-        soon_s = min(limit_s, self._REPLAN_LIMIT_S)
-        with self._profiled.phase("solve"):
-            found = planner.replacement(self.candidate, self._most_bytes, time_limit_s=soon_s)
-            if limit_s > soon_s and (found is None or found.time_s > self._AS_FAST * self.candidate.time_s):
-                found = cheapest([found, planner.search(self._most_bytes, time_limit_s=limit_s)])
-        return found
+    def _find_plan_for_now(self) -> bool:
+        """Goes on with a plan that keeps the budget from where memory stands now; whether there is one."""
+        return self._placed.find(self._most_bytes, in_training=self._has_trained, soon=self._replans > 0)
 
     def _plan_again(self, measured_bytes: int, of_others_bytes: int) -> None:
         """Before the next run, plans with less, and tries that plan before it is trusted.
@@ -522,11 +463,6 @@ class PlannedStep:
             self._most_bytes = self.candidate.peak_bytes - round(self._OUT_OF_MEMORY * self.budget_bytes)
         else:
             self._most_bytes = self.budget_bytes - max(0, measured_bytes - self.candidate.peak_bytes)
-
-    def _build(self, candidate: EvaluatedPlan) -> None:
-        if candidate.plan is not self.candidate.plan:
-            self._function = self._profiled.build(candidate)
-        self.candidate = candidate
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

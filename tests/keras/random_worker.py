@@ -28,7 +28,7 @@ from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planning import guard_blocks, planner
 from checkmate_tf.step import pipeline
 from checkmate_tf.step.pipeline import ProfiledStep
-from checkmate_tf.step.planned_step import PlannedStep
+from checkmate_tf.step.placed_plan import PlacedPlan
 
 HUGE_BYTES = 1 << 33
 REFUSALS = InfeasibleBudget, NoScheduleFound
@@ -93,7 +93,7 @@ def _limit_searches(recipe: dict) -> float:
     limit_s = LAYERS_LIMIT_S if is_small else UNROLLED_LIMIT_S if recipe["family"] == "recurrent" else LIMIT_S
     planner.MINIMUM_LIMIT_S = LAYERS_LIMIT_S if is_small else LEAST_LIMIT_S
     planner.MOST_NEIGHBOURS, guard_blocks._LIMIT_S = PLACED, PLACING_LIMIT_S
-    PlannedStep._REPLAN_LIMIT_S = limit_s
+    PlacedPlan._SOON_S = limit_s
     return limit_s
 
 

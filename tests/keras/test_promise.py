@@ -25,7 +25,7 @@ from checkmate_tf.device_memory.allocation_replay import address
 from checkmate_tf.device_memory.memory_trace import record
 from checkmate_tf.errors import NoScheduleFound
 from checkmate_tf.keras.train_step import planned_training
-from checkmate_tf.step.planned_step import PlannedStep
+from checkmate_tf.step.placed_plan import PlacedPlan
 
 HERE = pathlib.Path(__file__).parent
 
@@ -42,8 +42,8 @@ def test_a_plan_that_no_longer_keeps_its_budget_is_not_run(options, monkeypatch)
     plain.set_weights(model.get_weights())
     x, y = images(BATCH)
     checkmate_tf.compile(model, 1.0, **options)
-    monkeypatch.setattr(PlannedStep, "_plan_for_now", lambda _: None)
-    monkeypatch.setattr(PlannedStep, "_other_plan", lambda _: None)
+    monkeypatch.setattr(PlacedPlan, "_for_now", lambda *_: None)
+    monkeypatch.setattr(PlacedPlan, "_other", lambda *_, **__: None)
     with pytest.raises(NoScheduleFound, match="its allocator finds no place"):
         model.train_on_batch(x, y)
     assert planned_training(model) is None
