@@ -129,9 +129,10 @@ def function(
 ) -> PlannedFunction:
     """Makes any training step written with tf.GradientTape run inside a memory budget.
 
-    For custom loops, models with several optimizers, GANs. The step is planned now, for the one
-    signature that `input_spec` describes. Arguments of another signature run the unmodified step, as `on_unplanned`
-    allows. Variables that the step makes when it first runs are made now.
+    For custom loops, models with several optimizers, GANs. The step is planned now, for arguments as `input_spec`
+    describes them; for other sizes it is planned when they come, as `compile` does. Arguments of another structure,
+    dtype or number of dimensions run the unmodified step, as `on_unplanned` allows. Variables that the step makes when
+    it first runs are made now.
 
     Called within the scope of a `MirroredStrategy` with several replicas, it plans a step in which `strategy.run` runs
     what one replica does, and which returns what that returns; `input_spec` is then of the arguments of all replicas.
@@ -140,14 +141,15 @@ def function(
         step: Python function or tf.function. Its arguments and results are (nested) tensors; it
             updates variables, by an optimizer or by assignment.
         budget: As for `compile`.
-        input_spec: Tuple with one entry per positional argument of the step: (nested) tf.TensorSpec
-            with every dimension.
+        input_spec: Tuple with one entry per positional argument of the step: (nested) tf.TensorSpec with every
+            dimension, or `largest`.
         strategy: As for `compile`; likewise all that follow.
         time_limit_s: Seconds to search for a schedule.
         implementations: "exact", "fused", "split" or "gist".
         cache_dir: Folder for measured ops and found schedules.
-        on_unplanned: "warn": arguments of another signature, and a step that could not be planned, run unmodified,
-            without the budget, and a UserWarning says why. "raise": that is an error.
+        on_unplanned: "warn": arguments of another kind, or of sizes for which there is no plan, and a step that could
+            not be planned, run unmodified, without the budget, and a UserWarning says why. "raise": that is an
+            error.
         verbose: Whether to show progress.
 
     Returns:

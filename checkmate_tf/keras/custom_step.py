@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 from collections.abc import Callable, Hashable
@@ -13,20 +14,65 @@ from checkmate_tf.device_memory import device as devices
 from checkmate_tf.errors import ModelError, StepError
 from checkmate_tf.keras import batch, replicas
 from checkmate_tf.keras.open_spec import is_open
+from checkmate_tf.keras.shaped_steps import AnyStep, ShapedSteps
 from checkmate_tf.keras.unplanned import REPLICAS_WITHOUT_XLA, WITHOUT_XLA, Guard, Unplanned
 from checkmate_tf.lowering import xla
 from checkmate_tf.reports.report import Report
-from checkmate_tf.step.pipeline import ProfiledStep, Settings
-from checkmate_tf.step.planned_step import PlannedStep
-from checkmate_tf.step.replicated_step import ReplicatedStep
-from checkmate_tf.step.xla_step import XlaStep
+from checkmate_tf.step.pipeline import Settings
+
+
+class FunctionSteps(ShapedSteps):
+    """Plans a function for each signature of its arguments.
+
+    Args:
+        flat: The function, with one argument and a flat list of results.
+        settings: Budget and options.
+        note: Takes a sentence for the report.
+        strategy: The one under which several replicas run it, or None.
+        weights_bytes: With a strategy: gives the size of all that has a gradient, from arguments.
+        is_for_xla: XLA compiles the function.
+    """
+
+    is_replicated = False
+    is_for_xla = False
+
+    def __init__(
+        self,
+        flat: Callable[[tuple], list],
+        settings: Settings,
+        note: Callable[[str], None],
+        strategy: tf.distribute.Strategy | None,
+        weights_bytes: Callable[[tuple], int],
+        *,
+        is_for_xla: bool,
+    ):
+        super().__init__(settings, note)
+        self.step = flat
+        self._strategy = strategy
+        self._weights_bytes = weights_bytes
+        self.is_replicated = strategy is not None
+        self.is_for_xla = is_for_xla
+
+    def of_one(self, data: tuple) -> tuple:
+        """What one replica is given: all of it, where there is but one.
+
+        Raises:
+            BatchError: Replicas are given other shapes.
+        """
+        return replicas.parts(data)[0] if self.is_replicated else data
+
+    def _planned(self, data: tuple) -> AnyStep:
+        if self._strategy is None:
+            return super()._planned(data)
+        regrouped = functools.partial(replicas.regrouped, strategy=self._strategy)
+        return self._replicated(data, self.of_one(data), self._strategy, self._weights_bytes(data), regrouped)
 
 
 class PlannedFunction:
     """A training step that runs inside a memory budget. Call it as the step itself.
 
-    Arguments of the planned signature run the planned step; all others run the unmodified step as a
-    tf.function, which the report notes.
+    Arguments that differ from those of `input_spec` in their sizes are planned for when they come. All others run the
+    unmodified step as a tf.function, which the report notes.
 
     Args:
         step: Python function or tf.function; all its arguments and results are (nested) tensors. Within the scope of a
@@ -47,10 +93,6 @@ class PlannedFunction:
                 f"input_spec must be a tuple with one entry per argument of the step; got {type(input_spec).__name__}. "
                 "Example: (tf.TensorSpec((32, 64), tf.float32),)."
             )
-        if is_open(input_spec):
-            raise ModelError(
-                "checkmate_tf.function plans for one signature: describe each size alone, for a function of its own."
-            )
         self._plain = step if _is_tf_function(step) else _as_tf_function(step)
         self._python = getattr(step, "python_function", step)
         self._unplanned = Unplanned(f"step {_name(self._python)!r}", settings.on_unplanned)
@@ -58,53 +100,77 @@ class PlannedFunction:
         has_xla = _is_tf_function(step) and is_jit_compiled(step)
         self._strategy = replicas.entered()
         is_alone = self._strategy is None
-        self._is_for_xla = has_xla and is_alone and xla.keeps_barriers(devices.name_of([tf.zeros(())]))
-        if has_xla and not self._is_for_xla:
+        is_for_xla = has_xla and is_alone and xla.keeps_barriers(devices.name_of([tf.zeros(())]))
+        if has_xla and not is_for_xla:
             self._unplanned.note(WITHOUT_XLA if is_alone else REPLICAS_WITHOUT_XLA)
-        arguments = self._zeros_of(tuple(input_spec))
-        self._signature = self._signature_of(arguments)
-        self._planned = self._plan(arguments, settings)
-        self._guard = None if self._planned is None else Guard(self._planned)
+        self._steps = FunctionSteps(
+            self._flat, settings, self._unplanned.note, self._strategy, self._weights_bytes, is_for_xla=is_for_xla
+        )
+        self._guards: dict[Hashable, Guard] = {}  # of the planned steps that were run
+        self._runs: collections.Counter[Hashable] = collections.Counter()
+        self._kind: Hashable | None = None  # of arguments that are planned for
+        self._plan_spec(tuple(input_spec))
         functools.update_wrapper(self, self._python)
 
     def __call__(self, *args, **kwargs):
         """Runs the step; returns what the unmodified step returns.
 
         Raises:
-            ModelError: The arguments are not those of `input_spec`, and the user asked for an error.
-            PlanningError: The plan's first run failed, and the user asked for an error.
+            ModelError: The arguments are of another kind than `input_spec`, and the user asked for an error.
+            InfeasibleBudget, NoScheduleFound: There is no plan for their sizes, and the user asked for an error.
+            PlanningError: Planning, or a plan's first run, failed, and the user asked for an error.
         """
-        if self._planned is None:
+        if self._kind is None:
             return self._plain(*args, **kwargs)
         arguments = self._arguments(args, kwargs)
         if arguments is None:
             self._unplanned.because(
-                "a call has other arguments than input_spec: give each signature a function of its own."
+                "a call has arguments of another structure, dtype or number of dimensions than input_spec: give these "
+                "a function of their own."
             )
             return self._plain(*args, **kwargs)
+        key = batch.signature(self._steps.of_one(arguments))
         try:
-            results = self._guard.run([arguments])
+            self._steps.plan(arguments)
+            step = self._steps.of[key]
+            if step is None:
+                return self._plain(*args, **kwargs)
+            results = self._guards.setdefault(key, Guard(step)).run([arguments])
         except Exception as error:
-            if not self._guard.has_failed(error):
+            if not (self._guards[key].has_failed(error) if key in self._guards else key not in self._steps.of):
                 raise
-            reason = self._unplanned.reason(error, has_trained=self._guard.has_run)
+            is_first = self._steps.of.keys() == {key}
+            reason = self._unplanned.reason(error, has_trained=self._steps.has_trained or not is_first)
         else:
-            self._unplanned.if_alarming(self._planned)
+            self._steps.has_trained = True
+            self._runs[key] += 1
+            self._unplanned.if_alarming(step)
             return self._pack(results)
+        self._steps.forget(key)
+        self._guards.pop(key, None)
         results = self._plain(*args, **kwargs)  # if this fails as well, nothing is wrong with the plan
-        self._planned = self._guard = None
+        self._steps.run_unmodified(key)
         self._unplanned.because(reason)
         return results
 
     def report(self) -> Report:
         """What was promised and measured."""
-        report = Report() if self._planned is None else self._planned.report()
-        return report.with_notes(self._unplanned.notes)
+        return self._steps.report(self._runs, self._unplanned.notes)
 
-    def _plan(self, arguments: tuple, settings: Settings) -> PlannedStep | XlaStep | ReplicatedStep | None:
-        """The planned step, or None where planning has failed and the user did not ask for an error."""
+    def _plan_spec(self, input_spec: tuple) -> None:
+        """Plans for arguments that are only described.
+
+        Raises:
+            ModelError: The step does not take such arguments, or not in many sizes.
+            CheckmateError: As the planner says, or as the user asked for.
+        """
+        is_range = is_open(input_spec)
         try:
-            step = self._planned_step(arguments, settings)
+            if is_range:
+                self._steps.open(input_spec)
+            kind = self._plan_and_try(self._zeros_of(input_spec))
+            if is_range:
+                self._steps.plan_smaller(input_spec)
         except StepError as error:
             raise ModelError(
                 "the step does not run on arguments like input_spec, a tuple with one entry per positional argument. "
@@ -112,20 +178,22 @@ class PlannedFunction:
             ) from error.__cause__
         except Exception as error:  # noqa: BLE001 - whatever it is, the user is told, or it is raised
             self._unplanned.because(self._unplanned.reason(error, has_trained=False))
-            return None
-        self._unplanned.if_alarming(step)
-        return step
+            self._steps.of.clear()
+            return
+        self._kind = kind
+        for step in self._steps.of.values():
+            self._unplanned.if_alarming(step)
 
-    def _planned_step(self, arguments: tuple, settings: Settings) -> PlannedStep | XlaStep | ReplicatedStep:
-        if self._strategy is not None:
-            weights_bytes = replicas.weights_bytes(self._plain.get_concrete_function(*arguments), self._strategy)
-            more = self._strategy, weights_bytes, functools.partial(replicas.regrouped, strategy=self._strategy)
-            return ReplicatedStep.of(self._flat, arguments, settings, *more)
-        if self._is_for_xla:
-            return XlaStep.of(self._flat, arguments, settings)
-        step = PlannedStep.of(ProfiledStep(self._flat, batch.spec_of(arguments), settings))
-        step.try_out(arguments)
-        return step
+    def _plan_and_try(self, arguments: tuple) -> Hashable:
+        """Plans for arguments of zeros; returns their kind."""
+        self._steps.plan(arguments)
+        one = self._steps.of_one(arguments)
+        self._steps.of[batch.signature(one)].try_out(arguments)
+        return batch.kind(one)
+
+    def _weights_bytes(self, arguments: tuple) -> int:
+        """Size of all that has a gradient in a step of several replicas."""
+        return replicas.weights_bytes(self._plain.get_concrete_function(*arguments), self._strategy)
 
     def _flat(self, arguments: tuple) -> list:
         """The step with a flat list of tensors for its results."""
@@ -146,7 +214,7 @@ class PlannedFunction:
         return tf.nest.map_structure(lambda leaf: None if leaf is None else next(left), self._result)
 
     def _arguments(self, args: tuple, kwargs: dict) -> tuple | None:
-        """The arguments as a tuple of tensors, or None where they are not of the planned signature."""
+        """The arguments as a tuple of tensors, or None where they are of another kind than what is planned for."""
         if kwargs:
             bound = inspect.signature(self._python).bind(*args, **kwargs)
             if bound.kwargs:
@@ -156,7 +224,7 @@ class PlannedFunction:
             arguments = batch.as_tensors(args)
             if self._strategy is not None:
                 arguments = replicas.as_distributed(arguments, self._strategy)
-            return arguments if self._signature_of(arguments) == self._signature else None
+            return arguments if batch.kind(self._steps.of_one(arguments)) == self._kind else None
         except (TypeError, ValueError):  # something that is no tensor, or that replicas share unevenly
             return None
 
@@ -169,14 +237,6 @@ class PlannedFunction:
         if self._strategy is None:
             return batch.zeros_of(input_spec)
         return replicas.specified(input_spec, self._strategy)
-
-    def _signature_of(self, arguments: tuple) -> Hashable:
-        """That of what one replica is given.
-
-        Raises:
-            BatchError: Replicas are given other shapes.
-        """
-        return batch.signature(arguments if self._strategy is None else replicas.parts(arguments)[0])
 
 
 def _name(step: Callable) -> str:

@@ -30,7 +30,7 @@ class OpenSpec:
 
 
 def largest(spec: tf.TensorSpec, sizes: int | Sequence[int]) -> OpenSpec:
-    """Says how large the open dimensions of a tensor get, in the `input_spec` of `checkmate_tf.compile`.
+    """Says how large the open dimensions of a tensor get, in the `input_spec` of `compile` or `function`.
 
     Args:
         spec: With None for each open dimension.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Hashable
@@ -155,14 +154,7 @@ class PlannedTraining:
 
     def report(self) -> Report:
         """On the planned step that needs most memory, or on why there is none."""
-        planned = [step for step in self.steps.values() if step is not None]
-        if not planned:
-            return Report(notes=(*self._unplanned.notes, "no batch is planned."))
-        largest = max(planned, key=lambda step: step.candidate.peak_bytes)
-        report = dataclasses.replace(largest.report(), sizes=self._batches.sizes(self._runs))
-        of_others = [note for step in planned if step is not largest for note in step.notes]
-        more = dict.fromkeys([*of_others, *self._batches.notes, *self._unplanned.notes])
-        return report.with_notes(note for note in more if note not in report.notes)
+        return self._batches.report(self._runs, self._unplanned.notes)
 
     def is_planned(self) -> bool:
         """Whether the model can be planned as it is compiled now; says why not.
@@ -253,8 +245,8 @@ class PlannedTraining:
         except ModelError:
             detach(model)
             raise
-        self._plain = self._plain_function(with_xla=not is_planned or self._batches.is_for_xla())
-        if is_planned and model.jit_compile and not self._batches.is_for_xla():
+        self._plain = self._plain_function(with_xla=not is_planned or self._batches.is_for_xla)
+        if is_planned and model.jit_compile and not self._batches.is_for_xla:
             self._unplanned.note(REPLICAS_WITHOUT_XLA if replicas.is_replicated(model) else WITHOUT_XLA)
         model.train_function = self._train if is_planned else self._plain
         return model.train_function

@@ -229,6 +229,40 @@ def test_a_batch_beyond_the_described_range_is_planned_for_and_the_report_says_s
         assert ("another plan was made" in notes) == is_said
 
 
+@pytest.mark.parametrize("is_described", slow_but([False], [False, True]))
+def test_a_loop_of_ones_own_trains_batches_of_all_sizes_by_a_few_plans(is_described, options):
+    batches = [*texts([64, *LENGTHS]), *texts([50], rows=5)]
+    plain, planned = built(text_model), built(text_model)
+    step = loop_of(plain)
+    losses = [float(step(*batch)) for batch in batches]
+    budget = part_of_step(loop_of(built(text_model)), batches[0], 0.7)
+    spec = described() if is_described else tuple(tf.TensorSpec(part.shape, part.dtype) for part in batches[0])
+    planned_step = checkmate_tf.function(loop_of(planned), budget, input_spec=spec, **options)
+    for batch, loss in zip(batches, losses, strict=True):
+        before = len(planned_step.report().sizes)
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        assert float(planned_step(*batch)) == pytest.approx(loss, rel=1e-9)
+        if before == len(planned_step.report().sizes):
+            assert tf.config.experimental.get_memory_info("CPU:0")["peak"] <= budget
+    assert_same_state(plain, planned)
+    sizes = planned_step.report().sizes
+    assert 0 < len(sizes) < len({batch[0].shape for batch in batches})
+    assert not any("unplanned" in note for note in planned_step.report().notes)
+
+
+def loop_of(model):
+    """A step as a loop of one's own has it."""
+
+    @tf.function(reduce_retracing=True)
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    return step
+
+
 @pytest.mark.parametrize("more", [{"implementations": "fused"}, {"microbatches": 2}])
 def test_open_dimensions_are_refused_where_plans_are_not_shared(more, options):
     with pytest.raises(checkmate_tf.ModelError, match="describe the largest batch alone"):

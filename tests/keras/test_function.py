@@ -81,11 +81,19 @@ def test_keywords_and_tensors_are_the_same_call(loops):
     assert_same_variables(plain.variables, planned.variables)
 
 
-def test_other_signatures_run_unplanned_with_a_warning(loops):
+def test_fewer_rows_follow_the_plan(loops, recwarn):
     plain, plain_step, planned, step = loops
-    plain_step(*images(3))
-    with pytest.warns(UserWarning, match="other arguments than input_spec"):
-        step(*images(3))
+    for run in (plain_step, step):
+        run(*images(3))
+    assert_same_variables(plain.variables, planned.variables)
+    assert not any("unplanned" in text for text in [*map(str, recwarn), *step.report().notes])
+
+
+def test_other_arguments_run_unplanned_with_a_warning(loops):
+    plain, plain_step, planned, step = loops
+    with pytest.warns(UserWarning, match="of another structure"):
+        step(*images(BATCH), scale=0.5)
+    plain_step(*images(BATCH), scale=0.5)
     for run in (plain_step, step):
         run(*images(BATCH), scale=0.5)
     assert_same_variables(plain.variables, planned.variables)
@@ -158,10 +166,11 @@ def test_a_step_may_return_nothing(options):
         (3, (LABELS,), ModelError, "must be callable"),
         (lambda x: x, LABELS, ModelError, "tuple with one entry per argument"),
         (lambda x: x, (tf.TensorSpec((None, 3)),), ModelError, "every dimension"),
+        (lambda x: x, (3,), ModelError, "must hold tf.TensorSpec"),
         (lambda x: x, (LABELS, LABELS), ModelError, "does not run on arguments like input_spec"),
         (lambda x: x * 2, (LABELS,), ModelError, "updates no variable"),
     ],
-    ids=["not-callable", "no-tuple", "unknown-batch", "too-many", "no-update"],
+    ids=["not-callable", "no-tuple", "unknown-batch", "no-spec", "too-many", "no-update"],
 )
 def test_bad_input(step, spec, error, says, options):
     with pytest.raises(error, match=says):

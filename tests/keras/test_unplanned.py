@@ -16,7 +16,7 @@ from keras import layers
 from keras_models import crossentropy
 
 import checkmate_tf
-from checkmate_tf import ModelError, NoScheduleFound, OptionError, PlanningError
+from checkmate_tf import InfeasibleBudget, ModelError, NoScheduleFound, OptionError, PlanningError
 from checkmate_tf.keras import batch
 from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.step.pipeline import ProfiledStep
@@ -421,13 +421,28 @@ def test_a_function_is_given_other_arguments(options):
     model = small()
     model.optimizer.build(model.trainable_variables)
     step = checkmate_tf.function(step_of(model), "1GiB", input_spec=SPEC, **options)
-    with one_warning("other arguments"):
+    x, y = data()
+    with one_warning("another structure"):
         for _ in range(2):
-            step(*data(3))
+            step(x, y.astype(np.int32))
     refused = checkmate_tf.function(step_of(model), "1GiB", input_spec=SPEC, on_unplanned="raise", **options)
-    with pytest.raises(ModelError, match="other arguments"):
-        refused(*data(3))
+    with pytest.raises(ModelError, match="another structure, dtype or number of dimensions"):
+        refused(x, y.astype(np.int32))
+    refused(x, y)
+
+
+def test_a_function_has_no_plan_for_a_larger_batch(options):
+    """The one that `input_spec` describes is planned still."""
+    model = small()
+    model.optimizer.build(model.trainable_variables)
+    step = checkmate_tf.function(step_of(model), "200KiB", input_spec=SPEC, **options)
+    with one_warning("a later batch cannot be planned"):
+        for rows in (ROWS, 2000 * ROWS, ROWS, 2000 * ROWS):
+            step(*data(rows))
+    refused = checkmate_tf.function(step_of(model), "200KiB", input_spec=SPEC, on_unplanned="raise", **options)
     refused(*data())
+    with pytest.raises((InfeasibleBudget, NoScheduleFound)):
+        refused(*data(2000 * ROWS))
 
 
 @pytest.mark.parametrize("wrong", ["ignore", "", None, True])
