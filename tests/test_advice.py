@@ -8,7 +8,7 @@ import pytest
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
-from checkmate_tf.planning.advice import Before, at_peak, place
+from checkmate_tf.planning.advice import Before, Places, at_peak
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 
 MIB = 1 << 20
@@ -81,6 +81,28 @@ def test_a_layer_is_named_as_the_user_does():
     assert 'Most of what is made in the step is of layer "head".' in text
 
 
+def test_a_gradient_that_the_tape_did_not_name_is_of_the_layer_that_takes_it():
+    """TensorFlow's SiLU, and whatever users give a gradient of their own, was taken for an update of the weights."""
+    graph = dataclasses.replace(
+        plan(8, 8).op_graph,
+        names=("functional/head/MatMul", "sub", "gradient_tape/functional/head/MatMul_1", "sgd/Mul", "sgd/Assign"),
+        is_gradient=np.array([False, True, True, True, True]),
+    )
+    places = Places(dataclasses.replace(graph, inputs=((), (0,), (0, 1), (2,), (3,))), {"head"})
+    assert [places.of(op) for op in range(5)] == [
+        'layer "head"',
+        'the gradient of layer "head"',
+        'the gradient of layer "head"',
+        "the update of the weights",
+        "the update of the weights",
+    ]
+
+
+def test_what_no_peak_counts_is_not_listed():
+    text = at_peak(plan(90 * MIB, 8), Before(MIB, MIB, 0), uncounted_below_bytes=91 * MIB)
+    assert "activations" not in text
+
+
 @pytest.mark.parametrize(
     ("name", "is_gradient", "says"),
     [
@@ -97,4 +119,4 @@ def test_layers_have_the_names_that_the_model_knows_them_by(name, is_gradient, s
     graph = dataclasses.replace(
         plan(8, 8).op_graph, names=(name, "b", "c", "d", "e"), is_gradient=np.array([is_gradient, *[True] * 4])
     )
-    assert place(graph, 0, {"conv", "conv_1", "conv_7", "scaled"}) == says
+    assert Places(graph, {"conv", "conv_1", "conv_7", "scaled"}).of(0) == says

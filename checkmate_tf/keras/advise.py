@@ -24,10 +24,10 @@ from checkmate_tf.keras.max_batch import Scaled
 from checkmate_tf.keras.microbatches import Accumulation, MicrobatchedStep, wide
 from checkmate_tf.keras.train_step import PlannedTraining, checked_training, on_profiled
 from checkmate_tf.lowering import effects
-from checkmate_tf.planning.advice import place
+from checkmate_tf.planning.advice import Places
 from checkmate_tf.planning.evaluated_plan import NEVER, EvaluatedPlan
 from checkmate_tf.reports.advice import NOTHING, PLAIN, Advice, Limits, Way
-from checkmate_tf.step.pipeline import Phase, ProfiledStep, Settings
+from checkmate_tf.step.pipeline import Phase, ProfiledStep, Settings, sizes_of
 from checkmate_tf.studies.batch_size import largest_exactly
 
 ROUNDING, PRECISION, RANDOM = "rounding", "precision", "random numbers"
@@ -362,7 +362,7 @@ class _Advisor:
 
             def planned(step: Callable, part) -> None:
                 if not found or found[-1].is_within:  # the other step would change nothing
-                    steps.append(ProfiledStep(step, batch.spec_of(part), settings))
+                    steps.append(ProfiledStep(step, batch.spec_of(part), settings, fed_bytes=sizes_of(self._spec)))
                     found.append(self._search(side, steps[-1], 0.5))
 
             count = MicrobatchedStep(accumulation, -(-self._rows // parts), planned, data).parts
@@ -493,7 +493,7 @@ def _limits(model: keras.Model, profiled: ProfiledStep) -> Limits:
         gradients_bytes=sum(gradients),
         batch_bytes=profiled.memory.batch_bytes,
         others_bytes=max(0, profiled.memory.base_bytes - own_bytes),
-        largest_op=place(graph, largest, names_of_layers(model)),
+        largest_op=Places(graph, names_of_layers(model)).of(largest),
         largest_op_bytes=int(sizes[largest]),
         largest_op_scratch_bytes=int(costs.workspace_bytes[largest]),
         needed_bytes=profiled.planner.needed_bytes,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -21,7 +21,7 @@ from checkmate_tf.keras.shaped_steps import AnyStep, ShapedSteps
 from checkmate_tf.lowering import effects, xla
 from checkmate_tf.lowering.open_trace import OpenTrace
 from checkmate_tf.planning.implementation_selection import NONE
-from checkmate_tf.step.pipeline import ProfiledStep, Settings
+from checkmate_tf.step.pipeline import ProfiledStep, Settings, sizes_of
 from checkmate_tf.step.planned_step import PlannedStep
 from checkmate_tf.step.xla_step import XlaStep
 
@@ -88,18 +88,31 @@ class BatchSteps(ShapedSteps):
             return self._replicated(data, one, self._model.distribute_strategy, weights_bytes, replicas.mean)
         if self._accumulation is not None:  # the batches before were cut in parts
             return self._in_parts(data, self._settings_for(data), self._part_rows)
-        if self._settings.microbatches == 1 or self.has_trained:
+        if self._settings.microbatches == 1:
             return super()._planned(data)
-        return self._first_in_parts(data, batch.rows_of(batch.spec_of(data)))
+        if not self.has_trained:
+            return self._first_in_parts(data, self._first_whole(data))
+        try:
+            return super()._planned(data)
+        except (InfeasibleBudget, NoScheduleFound) as error:  # the batches before were smaller
+            refusal = error.with_traceback(None)
 
-    def _first_in_parts(self, data, rows: int) -> AnyStep:
-        """A planned step for the first batch, in as many parts as the user asked for.
+        def refused() -> NoReturn:
+            raise refusal
+
+        return self._first_in_parts(data, dataclasses.replace(self._first_whole(data), planned=refused))
+
+    def _first_in_parts(self, data, whole: Whole) -> AnyStep:
+        """A planned step for the first batch, or the first that may have to be cut, in as many parts as was asked for.
+
+        Args:
+            data: The batch.
+            whole: The same, in one part.
 
         Raises:
             InfeasibleBudget, NoScheduleFound: As the planner says.
         """
-        count = self._settings.microbatches
-        whole = self._first_whole(data)
+        count, rows = self._settings.microbatches, batch.rows_of(batch.spec_of(data))
         settings = dataclasses.replace(self._settings, budget=whole.budget_bytes)
 
         def in_parts(part_rows: int) -> MicrobatchedStep:
@@ -128,8 +141,8 @@ class BatchSteps(ShapedSteps):
         return step
 
     def _first_whole(self, data) -> Whole:
-        """The first batch in one part."""
-        settings = self._settings
+        """A batch in one part."""
+        settings = self._settings_for(data)
         if self.is_for_xla:
             program = XlaStep(self.step, data, settings)
             program.prepare(data)
@@ -155,7 +168,8 @@ class BatchSteps(ShapedSteps):
             key = step.__name__, batch.signature(part)
             if key not in self._steps_of_parts:
                 known = [one for (name, _), one in self._steps_of_parts.items() if name == step.__name__]
-                self._steps_of_parts[key] = batch.spec_of(part), self._planned_as(step, part, settings, known)
+                planned_step = self._planned_as(step, part, settings, known, fed_bytes=sizes_of(batch.spec_of(data)))
+                self._steps_of_parts[key] = batch.spec_of(part), planned_step
             return self._steps_of_parts[key][1]
 
         return MicrobatchedStep(self._accumulation, rows, planned, data)
@@ -181,6 +195,7 @@ class BatchSteps(ShapedSteps):
         settings: Settings,
         chosen: frozenset[str] | None = NONE,
         *,
+        fed_bytes: Sequence[int] | None = None,
         open_trace: OpenTrace | None = None,
     ) -> ProfiledStep:
         return ProfiledStep(
@@ -192,6 +207,7 @@ class BatchSteps(ShapedSteps):
             before_trial=lambda: update_steps.bring_near(self._model),
             layers=names_of_layers(self._model),
             drawn_bytes=max(self._drawn_bytes, batch.nbytes(data)) if self.is_drawn else 0,
+            fed_bytes=fed_bytes,
             open_trace=open_trace,
         )
 

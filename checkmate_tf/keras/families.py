@@ -247,7 +247,18 @@ class Family:
         return found
 
     def _of(self, spec: Any, settings: Settings) -> ProfiledStep:
-        return self._profiled(spec, settings, self._trace)
+        """The step for a batch.
+
+        Raises:
+            StepError: It does not take such a batch, or what it makes of one has no known size.
+        """
+        profiled = self._profiled(spec, settings, self._trace)
+        if profiled.unsized_loops:
+            raise StepError(
+                "the size of what a loop makes is not known where the number of its turns is open "
+                f"({profiled.unsized_loops[0]})"
+            )
+        return profiled
 
 
 def can_begin(spec: Any, before: Iterable[Any]) -> bool:

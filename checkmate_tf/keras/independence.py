@@ -98,10 +98,23 @@ def _distances(whole: list, first: list, second: list) -> dict[int, float]:
     return {k: float(np.linalg.norm(g - mean)) / scale for k, (g, mean) in both.items()}
 
 
+def _mean(shape, mean=0.0, stddev=1.0, dtype=None, seed=None):  # noqa: ARG001 - as keras.random.normal
+    return keras.ops.full(shape, mean, dtype or keras.config.floatx())
+
+
+def _middle(shape, minval=0.0, maxval=1.0, dtype=None, seed=None):  # noqa: ARG001 - as keras.random.uniform
+    return keras.ops.full(shape, (minval + maxval) / 2, dtype or keras.config.floatx())
+
+
+_DRAWS = {"normal": _mean, "truncated_normal": _mean, "uniform": _middle}
+
+
 @contextlib.contextmanager
 def _without_noise(model: keras.Model) -> Iterator[None]:
     """Dropout and noise of all layers off: each row has its own there, but another one in a part than in a batch."""
     with contextlib.ExitStack() as stack:
+        for name, constant in _DRAWS.items():
+            stack.enter_context(replaced(keras.random, name, constant))
         for layer in all_layers(model):
             for name in ("rate", "stddev", "dropout", "recurrent_dropout"):
                 if vars(layer).get(name) and "seed_generator" in vars(layer):

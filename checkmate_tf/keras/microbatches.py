@@ -20,11 +20,10 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate_tf.device_memory import device as devices
-from checkmate_tf.device_memory.reserved_slots import ReservedSlots, move_to_slots
+from checkmate_tf.device_memory.reserved_slots import move_to_slots
 from checkmate_tf.errors import InfeasibleBudget, ModelError, NoScheduleFound
 from checkmate_tf.keras import batch
 from checkmate_tf.keras.independence import replaced
-from checkmate_tf.planning.guard_blocks import STATES
 from checkmate_tf.reports.report import Report
 from checkmate_tf.step.planned_step import PlannedStep
 from checkmate_tf.step.xla_step import XlaStep
@@ -169,9 +168,6 @@ class MicrobatchedStep:
     def __init__(self, accumulation: Accumulation, rows: int, planned: Callable, data):
         self._accumulation = accumulation
         self._device = devices.name_of([accumulation.share])
-        sizes = [leaf.shape.num_elements() * leaf.dtype.size for leaf in tf.nest.flatten(data) if leaf is not None]
-        self._slots = ReservedSlots(sizes * STATES, [], self._device, 0)  # parts lie within their batch
-        self._slots.take()
         self.part_rows = rows
         self._whole_rows = batch.rows(data)
         first, last = self._part(data, 0), self._part(data, self.parts - 1)
@@ -232,11 +228,11 @@ class MicrobatchedStep:
         Returns:
             What the unmodified step returns.
         """
-        if can_move and not self._is_tried:
-            held.append(move_to_slots(held, self._device))
-        data = held.pop()
         if not self._is_tried:
-            self.try_out(data)
+            self.try_out(held[0])
+            if can_move:  # to where later batches will be: there the first run is the last of another trial
+                held.append(move_to_slots(held, self._device))
+        data = held.pop()
         try:
             for k in range(self.parts - 1):
                 self._run_part(self._add, data, k)

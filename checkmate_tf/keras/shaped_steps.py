@@ -182,7 +182,9 @@ class ShapedSteps:
     def _profiled_from(self, spec: Any, settings: Settings, trace: OpenTrace) -> ProfiledStep:
         return self._profiled(self.step, spec, settings, open_trace=trace)
 
-    def _planned_as(self, step: Callable, data: Any, settings: Settings, known: list) -> PlannedStep | XlaStep:
+    def _planned_as(
+        self, step: Callable, data: Any, settings: Settings, known: list, **more: Any
+    ) -> PlannedStep | XlaStep:
         """Plans a Python step for a batch, or has it follow the plan of a larger batch, as for an epoch's last one.
 
         Args:
@@ -190,6 +192,7 @@ class ShapedSteps:
             data: The batch.
             settings: Budget and options.
             known: Specifications of batches, each with the planned step for it.
+            **more: Of `_profiled`.
         """
         whole = self._smallest_whole(data, known)
         if self.is_for_xla:
@@ -197,8 +200,8 @@ class ShapedSteps:
             return part or XlaStep.of(step, data, settings)
         part = None
         if whole is not None:
-            part = PlannedStep.of_part(whole, self._profiled(step, data, settings, whole.candidate.chosen))
-        return part or PlannedStep.of(self._profiled(step, data, settings))
+            part = PlannedStep.of_part(whole, self._profiled(step, data, settings, whole.candidate.chosen, **more))
+        return part or PlannedStep.of(self._profiled(step, data, settings, **more))
 
     def _replicated(self, data: Any, one: Any, *more: Any) -> ReplicatedStep:
         """A planned step for all replicas.

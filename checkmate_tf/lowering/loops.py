@@ -76,6 +76,16 @@ def measure_loops(step: ExtractedStep, device: str) -> dict[int, Held]:
     return found
 
 
+def unsized_loops(step: ExtractedStep) -> list[str]:
+    """Names of the loops that make tensors of unknown size, as those do that run over an open dimension."""
+    operations = (_operation(step, op) for op in range(step.op_graph.n) if step.op_graph.types[op] in LOOPS)
+    return [
+        operation.name
+        for operation in operations
+        if any(_is_read(step, t) and t.dtype != tf.variant and not _is_sized(t) for t in operation.outputs)
+    ]
+
+
 def with_lists(graph: OpGraph, step: ExtractedStep, found: Mapping[int, Held]) -> OpGraph:
     """Gives what an op holds in lists to that of them which is read last, and nothing to outputs that nobody reads.
 
@@ -196,7 +206,8 @@ class _Runs:
         while to_look_at:
             for maker in {t.op for t in to_look_at.pop().inputs if not _is_sized(t)}:
                 readers = [reader for t in maker.outputs if not _is_sized(t) for reader in t.consumers()]
-                if maker.name in self._place and all(self._place.get(one.name, last + 1) <= last for one in readers):
+                is_known = maker.name in found or maker.name not in self._place
+                if not is_known and all(self._place.get(one.name, last + 1) <= last for one in readers):
                     found[maker.name] = maker
                     to_look_at.append(maker)
         return sorted(found.values(), key=lambda maker: self._place[maker.name])

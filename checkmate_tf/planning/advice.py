@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from checkmate_tf.budget import format_bytes
-from checkmate_tf.core.opgraph import OpGraph
+from checkmate_tf.core.opgraph import LOOPS, OpGraph
 from checkmate_tf.core.order import leads_to_one_update
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 
@@ -35,36 +35,42 @@ class Before(NamedTuple):
     batch_bytes: int
 
 
-def at_peak(smallest: EvaluatedPlan, before: Before, layers: Container[str] = ()) -> str:
+def at_peak(
+    smallest: EvaluatedPlan, before: Before, layers: Container[str] = (), *, uncounted_below_bytes: int = 0
+) -> str:
     """What the smallest plan holds at its peak, the most first, and what makes that less.
 
     Args:
         smallest: The plan.
         before: What the device holds before the step.
-        layers: As for `place`.
+        layers: As for `Places`.
+        uncounted_below_bytes: Smaller tensors are in no peak.
     """
     graph, memory, step = smallest.op_graph, smallest.memory, smallest.memory.peak_step
     others_bytes = max(0, before.base_bytes - before.weights_bytes - before.batch_bytes)
     parts = collections.Counter({_WEIGHTS: before.weights_bytes, _BATCH: before.batch_bytes, _OTHERS: others_bytes})
     places: collections.Counter[str] = collections.Counter()
-    fixed = _of_fixed_size(smallest)
+    fixed, place = _of_fixed_size(smallest), Places(graph, layers)
     for tensor, nbytes in _held(smallest, step).items():
-        op = int(graph.producer[tensor])
-        parts[_UPDATES if fixed[op] else _LAYERS] += nbytes
-        places[place(graph, op, layers)] += nbytes
+        if nbytes >= uncounted_below_bytes:
+            op = int(graph.producer[tensor])
+            parts[_UPDATES if fixed[op] else _LAYERS] += nbytes
+            places[place.of(op)] += nbytes
     parts[_WORKSPACE] = max(0, int(memory.in_use_bytes[step] - memory.held_bytes[step]))
     parts[_ROUNDING] = max(0, smallest.peak_bytes - parts.total())
     total = max(1, parts.total())
     listed = ", ".join(
         f"{name} {format_bytes(size)} ({100 * size / total:.0f} %)" for name, size in parts.most_common() if size > 0
     )
-    where = "".join(f" Most of what is made in the step is of {place}." for place, _ in places.most_common(1))
-    bottleneck = f"{place(graph, int(smallest.plan.ops[step]), layers)} (op {smallest.bottleneck})"
-    return f"At its peak, in {bottleneck}, it holds: {listed}.{where} Try: {_tries(parts, total)}"
+    where = "".join(f" Most of what is made in the step is of {name}." for name, _ in places.most_common(1))
+    at = int(smallest.plan.ops[step])
+    bottleneck = f"{place.of(at)} (op {smallest.bottleneck})"
+    tries = _tries(parts, total, is_in_loop=graph.types[at] in LOOPS)
+    return f"At its peak, in {bottleneck}, it holds: {listed}.{where} Try: {tries}"
 
 
-def _tries(parts: collections.Counter[str], total: int) -> str:
-    tries = []
+def _tries(parts: collections.Counter[str], total: int, *, is_in_loop: bool) -> str:
+    tries = ["unroll=True, as a loop is planned around as one op"] if is_in_loop else []
     if sum(parts[name] for name in _OF_ROWS) >= _HELPS * total:
         tries.append("a smaller batch")
     if parts[_WEIGHTS] + parts[_UPDATES] >= (1 - _HELPS) * total:
@@ -101,22 +107,40 @@ def _of_fixed_size(plan: EvaluatedPlan) -> np.ndarray:
     return of_fixed_size
 
 
-def place(graph: OpGraph, op: int, layers: Container[str] = ()) -> str:
-    """Where in the model an op belongs, by the names of its layers.
+class Places:
+    """Where in the model ops belong, by the names of its layers.
 
     Args:
         graph: The step.
-        op: The op.
         layers: Names of the model's layers, if it has any: scopes with other names are no layers.
     """
-    scopes = graph.names[op].split("/")[:-1]
-    of_tape = scopes[:1] == ["gradient_tape"]
-    if graph.is_gradient[op] and not of_tape:
-        return "the update of the weights"
-    named = filter(None, (_layer(scope, layers) for scope in scopes[of_tape:]))
-    name = next(named, None)
-    place = "the loss" if name is None else f'layer "{name}"'
-    return f"the gradient of {place}" if of_tape else place
+
+    def __init__(self, graph: OpGraph, layers: Container[str] = ()):
+        self._scopes = [name.split("/")[:-1] for name in graph.names]
+        self._layers = layers
+        self._is_gradient = graph.is_gradient
+        self._of_tape = list(range(graph.n))  # the op in the tape's scope that an op is of: the first that follows it
+        follows = [graph.n] * graph.n
+        for op in reversed(range(graph.n)):
+            if not self._is_of_tape(op):
+                self._of_tape[op] = follows[op]
+            for before in graph.deps[op]:
+                follows[before] = min(follows[before], self._of_tape[op])
+
+    def of(self, op: int) -> str:
+        """Where an op belongs. Gradients that users define (`tf.custom_gradient`) have no scope of the tape."""
+        if not self._is_gradient[op]:
+            return self._layer_of(self._scopes[op])
+        if self._of_tape[op] == len(self._scopes):
+            return "the update of the weights"
+        return f"the gradient of {self._layer_of(self._scopes[self._of_tape[op]][1:])}"
+
+    def _is_of_tape(self, op: int) -> bool:
+        return self._scopes[op][:1] == ["gradient_tape"]
+
+    def _layer_of(self, scopes: list[str]) -> str:
+        name = next(filter(None, (_layer(scope, self._layers) for scope in scopes)), None)
+        return "the loss" if name is None else f'layer "{name}"'
 
 
 def _layer(scope: str, layers: Container[str]) -> str | None:

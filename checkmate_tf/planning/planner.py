@@ -36,7 +36,7 @@ _SMALL_SHARE = 0.7  # of the time left then
 _VERIFIED_SHARE = 0.85  # of the time left, as the plan that is found may have to be replaced
 _AS_CHEAP = 1.01  # times the cost of a plan that was not confirmed: a known one that takes its place at once
 MINIMUM_LIMIT_S = 20.0
-_MINIMUM_MARGIN = 1.02
+MINIMUM_MARGIN = 1.02  # times the lowest peak that was found: a budget that is named, in memory that has moved
 _MOST_KEPT = 6  # small plans
 _ARRANGEMENTS = 3  # of what the device holds, in which they are tried
 _MINIMUM_SHARE = 0.5  # of the time for small plans, for the smallest; the rest goes to cheaper ones near it
@@ -349,7 +349,7 @@ class Planner:
         if peak == NEVER:  # the device has no room for any; what its tensors take is then the best known
             best = min(placed, key=self.tensor_peak)
             peak = self.tensor_peak(best)
-        return dataclasses.replace(best, peak_bytes=round(_MINIMUM_MARGIN * peak))
+        return dataclasses.replace(best, peak_bytes=round(MINIMUM_MARGIN * peak))
 
     def forget_peaks(self) -> None:
         """Drops what the allocator said of plans, because its state has changed since."""
@@ -507,8 +507,13 @@ class Planner:
     def _hint(self, smallest: EvaluatedPlan) -> str:
         return (
             f"Smallest budget found: {format_bytes(smallest.peak_bytes, round_up=True)} "
-            f"({smallest.peak_bytes:,} bytes). {advice.at_peak(smallest, self._before, self._layers)}"
+            f"({smallest.peak_bytes:,} bytes). {self.advice_on(smallest)}"
         )
+
+    def advice_on(self, candidate: EvaluatedPlan) -> str:
+        """What a plan holds at its peak, and what makes that less."""
+        below = self._uncounted_below_bytes
+        return advice.at_peak(candidate, self._before, self._layers, uncounted_below_bytes=below)
 
 
 def _peak(candidate: EvaluatedPlan) -> int:

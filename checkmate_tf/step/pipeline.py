@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from checkmate_tf.device_memory import device as devices
 from checkmate_tf.errors import ModelError
 from checkmate_tf.lowering.extract import ExtractedStep, extract
 from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, LAST_RESORT, RULES, SPLITS
+from checkmate_tf.lowering.loops import unsized_loops
 from checkmate_tf.lowering.open_trace import OpenTrace
 from checkmate_tf.lowering.profile import Profile, profile
 from checkmate_tf.lowering.rebuild import Lean, rebuild
@@ -72,6 +73,7 @@ class ProfiledStep:
             are of all kinds, and returns what puts them back.
         layers: Names of the layers of the model whose step it is, for what is said of it.
         drawn_bytes: What a pipeline may come to hold on the device beside the batch in hand: room is kept for it.
+        fed_bytes: Size of each tensor of the batch, where the argument is a part of one: by default those of `spec`.
         open_trace: Of the step, where its plans are to run any batch with the same sizes but for the open ones.
     """
 
@@ -86,6 +88,7 @@ class ProfiledStep:
         before_trial: Callable[[], Callable[[], None]] = lambda: lambda: None,
         layers: Container[str] = (),
         drawn_bytes: int = 0,
+        fed_bytes: Sequence[int] | None = None,
         open_trace: OpenTrace | None = None,
     ):
         self.settings = settings
@@ -93,6 +96,7 @@ class ProfiledStep:
         self.before_trial = before_trial
         self.layers = layers
         self._open_trace = open_trace
+        self._fed_bytes = sizes_of(spec) if fed_bytes is None else fed_bytes
         self._step = step
         self._spec = spec
         self.chosen = chosen
@@ -110,7 +114,7 @@ class ProfiledStep:
         self.memory = StepMemory(
             self.traced,
             op_graph,
-            [leaf.shape.num_elements() * leaf.dtype.size for leaf in _leaves(spec)],
+            self._fed_bytes,
             drawn_bytes=drawn_bytes,
             in_training=in_training,
         )
@@ -277,6 +281,11 @@ class ProfiledStep:
         )
         return max(budget_bytes, self.settings.least_budget_bytes)
 
+    @functools.cached_property
+    def unsized_loops(self) -> list[str]:
+        """Names of the loops that make tensors of unknown size: what lies behind them is not planned for."""
+        return unsized_loops(self._extracted or self._extract(self._spec))
+
     def least_bytes(self) -> int:
         """What every plan needs at least: what is held before the step, and the most that one op reads and makes."""
         return self.memory.base_bytes + working_set_bytes(self.op_graph, self.memory.uncounted_below_bytes)
@@ -339,6 +348,7 @@ class ProfiledStep:
                 before_trial=self.before_trial,
                 layers=self.layers,
                 drawn_bytes=self.memory.drawn_bytes,
+                fed_bytes=self._fed_bytes,
                 open_trace=self._open_trace,
             )
             variant._plain_peak_bytes = self._plain_peak_bytes
@@ -388,6 +398,11 @@ class Phase:
 
 def _dimensions(spec: Any) -> tuple[int, ...]:
     return tuple(itertools.chain.from_iterable(leaf.shape for leaf in _leaves(spec)))
+
+
+def sizes_of(spec: Any) -> list[int]:
+    """Bytes of each tensor of a (nested) specification."""
+    return [leaf.shape.num_elements() * leaf.dtype.size for leaf in _leaves(spec)]
 
 
 def _leaves(spec: Any) -> list[tf.TensorSpec]:

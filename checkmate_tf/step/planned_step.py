@@ -18,6 +18,7 @@ from checkmate_tf.lowering.rebuild import Lean, call_unoptimized
 from checkmate_tf.lowering.trace import TracedStep
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 from checkmate_tf.planning.guard_blocks import STATES
+from checkmate_tf.planning.planner import MINIMUM_MARGIN
 from checkmate_tf.planning.reuse import follow
 from checkmate_tf.reports import describe
 from checkmate_tf.reports.report import ImplementationRow, Report
@@ -128,7 +129,7 @@ class PlannedStep:
         step = cls(variant, budget_bytes, smallest, variant.build(smallest))
         if step._lasting:
             raise refusal
-        step._refusal, step._most_bytes = refusal, smallest.peak_bytes
+        step._refusal, step._most_bytes = refusal.with_traceback(None), smallest.peak_bytes  # which holds the batch
         return step
 
     @classmethod
@@ -324,27 +325,29 @@ class PlannedStep:
 
     def _not_kept(self) -> NoScheduleFound:
         """The error for a budget that no plan kept when it ran."""
+        planner = (self._whole or self)._profiled.planner
         if self._refusal is None:
-            planner = (self._whole or self)._profiled.planner
             smallest_bytes = planner.not_found(self._most_bytes).best_peak_bytes
             if smallest_bytes is not None:
                 smallest_bytes += self.budget_bytes - self._most_bytes  # what was not foreseen
             else:  # none was found in memory as it is now
                 measured = [peak for peak in self._trial_peaks if peak is not None]
-                smallest_bytes = min(measured, default=0) + self._profiled.memory.drawn_bytes or None
+                least_bytes = min(measured, default=0) + self._profiled.memory.drawn_bytes
+                smallest_bytes = round(MINIMUM_MARGIN * least_bytes) or None
             predicted = ""
         else:
-            smallest_bytes = min(filter(None, (self._trial_peaks[-1], self._most_bytes)))
+            measured_bytes = self._trial_peaks[-1]
+            smallest_bytes = round(MINIMUM_MARGIN * measured_bytes) if measured_bytes else self._most_bytes
             predicted = f" (predicted: {_shown(self.candidate.peak_bytes)})"
         return NoScheduleFound(
             f"no plan was found that keeps {_shown(self.budget_bytes)} when it runs: in trials the step took "
             f"{', '.join(map(_shown, self._trial_peaks))}{predicted}. Smallest budget found: {_shown(smallest_bytes)}. "
-            "Try: a smaller batch, or a budget above that.",
+            f"{planner.advice_on(self.candidate)}",
             best_peak_bytes=smallest_bytes,
         )
 
     def _trial(self, batch: list[Any], can_move: bool, counts: bool) -> trial.Outcome:
-        """Runs the step some times, until one run takes more than the budget; see `trial.run`."""
+        """Runs the step some times; see `trial.run`."""
         outcome = trial.run(
             self._profiled,
             batch,

@@ -56,7 +56,7 @@ def run(
     counts: bool,
     draw_anew: Callable[[], None],
 ) -> Outcome:
-    """Runs a step some times, until one run takes too much.
+    """Runs a step some times; the last time only where no run has taken too much.
 
     The runs before the last one follow on each other, from where a step that accumulates gradients is followed by one
     that updates the weights. The last one starts where training does.
@@ -79,9 +79,11 @@ def run(
         undo()
         before.restore()
 
-    highest, in_use_bytes, is_within = 0, [], False
+    highest, in_use_bytes, is_within = 0, [], True
     for left in reversed(range(runs)):
         if not left:
+            if not is_within:
+                break
             put_back()
             draw_anew()
         in_use_bytes.append(devices.in_use_bytes(device))
@@ -96,12 +98,10 @@ def run(
                 return Outcome(None, before_bytes)
             raise
         highest = max(highest, peak_bytes)
-        is_within = peak_bytes <= most_bytes(in_use_bytes[-1])
+        is_within = is_within and peak_bytes <= most_bytes(in_use_bytes[-1])
         if counts and not left and is_within:
             return Outcome(highest, before_bytes, is_within, Run(results, seconds, peak_bytes))
         del results
-        if not is_within:
-            break
         if can_move:
             batch.append(move_to_slots(batch, device))
     put_back()

@@ -153,6 +153,28 @@ def test_a_model_that_takes_no_open_dimensions_has_a_plan_for_each_shape(options
     assert any("takes no open dimensions" in note for note in checkmate_tf.report(planned).notes)
 
 
+def test_what_is_behind_a_loop_over_an_open_length_is_planned_for_each_shape(options):
+    """With an open number of turns, what a loop makes has no known size, nor has anything behind it."""
+
+    def recurrent():
+        x = words = keras.Input((None, WIDTH))
+        x = layers.GRU(WIDTH, return_sequences=True)(x)
+        for _ in range(12):  # each sum doubles the number of ways to the loop
+            x = x + layers.Dense(WIDTH)(layers.Dense(2 * WIDTH, "silu")(x))
+        return keras.Model(words, layers.Dense(4)(layers.GlobalMaxPooling1D()(x)))
+
+    random = np.random.default_rng(0)
+    batches = [(random.normal(size=(ROWS, n, WIDTH)), random.normal(size=(ROWS, 4))) for n in (40, 24)]
+    plain, planned = built(recurrent), built(recurrent)
+    checkmate_tf.compile(planned, "1GiB", **options)
+    logs = [[model.train_on_batch(*batch) for batch in batches] for model in (plain, planned)]
+    assert_same_logs(*logs)
+    assert len(steps_of(planned)) == 2
+    report = checkmate_tf.report(planned)
+    assert any("the number of its turns is open" in note for note in report.notes)
+    assert report.predicted_peak_bytes == pytest.approx(report.measured_peak_bytes, rel=0.1)
+
+
 def test_a_batch_of_a_known_size_is_neither_traced_nor_searched_for(options, monkeypatch):
     model = checkmate_tf.compile(built(text_model), "1GiB", **options)
     batches = texts([40, 64, 52])

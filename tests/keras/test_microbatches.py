@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import assert_same_state, set_precision, slow_but
+from conftest import assert_same_state, part_of_step, set_precision, slow_but
 
 import checkmate_tf
 from checkmate_tf.errors import ModelError, NoScheduleFound, OptionError
@@ -107,7 +107,21 @@ def test_parts_need_not_be_of_equal_size(parts, options):
     both(CASES["plain"], by_fit, options, parts)
 
 
+class Sampled(keras.layers.Layer):
+    """Noise and dropped paths, as people write them."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(5)
+
+    def call(self, x):
+        noise = keras.random.normal(keras.ops.shape(x), seed=self.seed_generator)
+        kept = keras.ops.floor(0.7 + keras.random.uniform((keras.ops.shape(x)[0], 1), seed=self.seed_generator))
+        return x * kept + 0.3 * noise
+
+
 DROPPING = {
+    "sampled": lambda: [Sampled()],
     "dropout": lambda: [keras.layers.Dropout(0.5)],
     "recurrent": lambda: [keras.layers.Reshape((4, 6)), keras.layers.LSTM(8, dropout=0.3, recurrent_dropout=0.3)],
     "attention": lambda: [
@@ -121,13 +135,14 @@ DROPPING = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["attention"], DROPPING))
+@pytest.mark.parametrize("name", slow_but(["attention", "sampled"], DROPPING))
 def test_dropout_does_not_make_rows_depend_on_one_another(name, options):
     model, _ = trained(lambda: model_of([*DROPPING[name](), *dense()]), steps_of, options, budget=LARGE, microbatches=3)
     assert not any("changes the gradients" in note for note in checkmate_tf.report(model).notes)
     for layer in model._flatten_layers():
         if "seed_generator" in vars(layer):
-            assert any(vars(layer).get(name) for name in ("rate", "stddev", "dropout")), "its rate was not given back"
+            given_back = any(vars(layer).get(name) for name in ("rate", "stddev", "dropout"))
+            assert given_back or isinstance(layer, Sampled), "its rate was not given back"
 
 
 def test_train_on_batch_and_tensors_and_class_weights(options):
@@ -364,6 +379,31 @@ def test_a_refusal_says_why_the_batch_is_not_cut():
     with pytest.raises(NoScheduleFound, match="no room .*not cut in parts: its rows are compared") as refusal:
         found.fastest(16, None)
     assert refusal.value.best_peak_bytes == 5
+
+
+def test_a_later_batch_is_cut_where_it_is_too_large_for_a_whole_plan(options):
+    """The first one fits whole; what was decided for it is not decided for good."""
+    rows, wide = 4096, 64
+    small, large = (np.random.default_rng(0).standard_normal((n, wide)) for n in (rows // 8, rows))
+
+    def build():
+        keras.utils.set_random_seed(3)
+        hidden = [keras.layers.Dense(wide, "gelu") for _ in range(4)]
+        return model_of([*hidden, keras.layers.Dense(4)], inputs=(wide,), weighted_metrics=[])
+
+    plain, cut = build(), build()
+    budget = part_of_step(build().train_on_batch, (large, np.zeros(rows)), 0.35)
+    checkmate_tf.compile(cut, budget, microbatches="auto", **options)
+    peaks = []
+    for x in (small, large, large, small, large):
+        y = np.arange(len(x)) % 4
+        logs = plain.train_on_batch(x, y)
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        np.testing.assert_allclose(cut.train_on_batch(x, y), logs, rtol=1e-9)
+        peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+    assert_same_state(plain, cut, 1e-9)
+    assert max(peaks[2:]) <= budget
+    assert checkmate_tf.report(cut).microbatches > 1
 
 
 def test_the_check_changes_nothing(options):

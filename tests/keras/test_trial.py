@@ -211,6 +211,8 @@ def test_a_refusal_of_a_step_with_a_loop_is_overturned_by_a_trial(options, monke
         one.train_on_batch(*vectors())
     report = checkmate_tf.report(model)
     assert report.trial_peaks_bytes[-1] <= budget_bytes < report.predicted_peak_bytes
+    (step,) = planned_training(model).steps.values()
+    assert step._refusal.__traceback__ is None, "its frames would hold the batch"
     assert_same_state(plain, model)
 
 
