@@ -20,7 +20,6 @@ import numpy as np
 import tensorflow as tf
 
 from checkmate_tf.device_memory import device as devices
-from checkmate_tf.device_memory.reserved_slots import move_to_slots
 from checkmate_tf.errors import InfeasibleBudget, ModelError, NoScheduleFound
 from checkmate_tf.keras import batch
 from checkmate_tf.keras.independence import replaced
@@ -29,6 +28,7 @@ from checkmate_tf.step.planned_step import PlannedStep
 from checkmate_tf.step.xla_step import XlaStep
 
 AUTO = "auto"
+_MOST_PLACES = 8  # of the first batch, in which it is tried
 _AS_FAST = 1.02  # times the unmodified step's time: no other number of parts is worth while
 
 
@@ -173,7 +173,7 @@ class MicrobatchedStep:
         first, last = self._part(data, 0), self._part(data, self.parts - 1)
         self._add = planned(accumulation.add, first) if self.parts > 1 else None
         self._update = planned(accumulation.update, last)
-        self._is_tried = False
+        self._is_tried = self._has_run = False
         self.plain_s: float | None = None
         self.notes: list[str] = []
 
@@ -230,8 +230,9 @@ class MicrobatchedStep:
         """
         if not self._is_tried:
             self.try_out(held[0])
-            if can_move:  # to where later batches will be: there the first run is the last of another trial
-                held.append(move_to_slots(held, self._device))
+        if can_move and not self._has_run:
+            self._try_as_later_ones(held)
+        self._has_run = True
         data = held.pop()
         try:
             for k in range(self.parts - 1):
@@ -240,6 +241,23 @@ class MicrobatchedStep:
         except BaseException:
             self._accumulation.clear()
             raise
+
+    def _try_as_later_ones(self, held: list) -> None:
+        """Frees the batch and makes it again, as each later one comes, and tries the steps with what it takes there.
+
+        Where memory has no place of just its size, it is given a larger chunk from step to step: what a part's step
+        has freed beside it becomes part of that.
+        """
+        most_bytes = 0
+        for _ in range(_MOST_PLACES):
+            arrays = tf.nest.map_structure(lambda leaf: None if leaf is None else np.array(leaf), held.pop())
+            before_bytes = devices.in_use_bytes(self._device)
+            held.append(batch.as_tensors(arrays))
+            taken_bytes = devices.in_use_bytes(self._device) - before_bytes
+            if taken_bytes <= most_bytes:
+                return
+            most_bytes = taken_bytes
+            self.try_out(held[0])
 
     def report(self) -> Report:
         """What was promised and measured: the highest peaks of the parts, and times of the whole batch."""
@@ -256,10 +274,12 @@ class MicrobatchedStep:
             gap=None,
             predicted_overhead=self.predicted_s / self.plain_s if self.plain_s else None,
             measured_step_s=None if None in measured else float(np.dot(counts, measured)),
-            notes=(*dict.fromkeys(note for report in reports for note in report.notes), *self._all_notes()),
+            notes=tuple(dict.fromkeys([*reports[-1].notes, *self._all_notes()])),
         )
 
     def _all_notes(self) -> Iterator[str]:
+        """Beside those of the last part's step, which knows what all of them hold."""
+        yield from () if self._add is None else self._add.notes
         yield from self.notes
         if self._accumulation.sparse:
             yield (

@@ -138,9 +138,9 @@ def planning_error(error: Exception) -> CheckmateError:
 
 
 def in_short(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
+    """The kind of an error and the first line of what it says, without its full stop."""
     lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
 class Guard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import types
 
@@ -404,6 +405,21 @@ def test_a_later_batch_is_cut_where_it_is_too_large_for_a_whole_plan(options):
     assert_same_state(plain, cut, 1e-9)
     assert max(peaks[2:]) <= budget
     assert checkmate_tf.report(cut).microbatches > 1
+
+
+def test_parts_are_tried_where_later_batches_lie_until_these_take_no_more(monkeypatch):
+    """Each batch was given a larger chunk than the last one: what a part had freed beside that became part of it."""
+    step = object.__new__(microbatches.MicrobatchedStep)
+    step._device, tried = "CPU:0", []
+    monkeypatch.setattr(step, "try_out", tried.append)
+    in_use = itertools.chain.from_iterable((0, taken) for taken in (10, 12, 13, 13))
+    monkeypatch.setattr(microbatches.devices, "in_use_bytes", lambda _: next(in_use))
+    monkeypatch.setattr(microbatches.batch, "as_tensors", lambda data: tf.nest.map_structure(tf.constant, data))
+    x = np.arange(6.0).reshape(3, 2)
+    held = [(tf.constant(x), tf.constant([1, 2, 3]))]
+    step._try_as_later_ones(held)
+    assert len(tried) == 3
+    np.testing.assert_array_equal(held[0][0], x)
 
 
 def test_the_check_changes_nothing(options):
