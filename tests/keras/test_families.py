@@ -159,7 +159,7 @@ def test_what_is_behind_a_loop_over_an_open_length_is_planned_for_each_shape(opt
     def recurrent():
         x = words = keras.Input((None, WIDTH))
         x = layers.GRU(WIDTH, return_sequences=True)(x)
-        for _ in range(12):  # each sum doubles the number of ways to the loop
+        for _ in range(5):  # each sum doubles the number of ways to the loop
             x = x + layers.Dense(WIDTH)(layers.Dense(2 * WIDTH, "silu")(x))
         return keras.Model(words, layers.Dense(4)(layers.GlobalMaxPooling1D()(x)))
 
@@ -253,7 +253,7 @@ def test_a_batch_beyond_the_described_range_is_planned_for_and_the_report_says_s
 
 @pytest.mark.parametrize("is_described", slow_but([False], [False, True]))
 def test_a_loop_of_ones_own_trains_batches_of_all_sizes_by_a_few_plans(is_described, options):
-    batches = [*texts([64, *LENGTHS]), *texts([50], rows=5)]
+    batches = [*texts([64, 40, 24, 52, 64]), *texts([50], rows=5)]
     plain, planned = built(text_model), built(text_model)
     step = loop_of(plain)
     losses = [float(step(*batch)) for batch in batches]
