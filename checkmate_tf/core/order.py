@@ -98,7 +98,7 @@ def low_peak_order(graph: OpGraph, *, reorder: bool) -> list[int]:
     paired = {*graph.pairs, *graph.pairs.values()}
     movable = ~(for_one_update | graph.has_side_effects)
     movable[list(paired)] = False
-    runs = [list(run) for _, run in itertools.groupby(order, key=is_gradient.__getitem__)]
+    runs = [list(run) for _, run in itertools.groupby(order, key=lambda op: (passes[op], is_gradient[op]))]
     return [op for run in runs for op in (reordered(graph, run, movable) if is_gradient[run[0]] else run)]
 
 
@@ -177,12 +177,15 @@ def _pair_dep(graph: OpGraph, op: int) -> frozenset[int]:
 
 
 def leads_to_one_update(graph: OpGraph) -> np.ndarray:
-    """bool (ops,). Gradient ops whose every path ends in the same single update (op with side effects)."""
+    """bool (ops,). Gradient ops whose every path ends in the same single update (op with side effects).
+
+    What only waits for an op is not its end: a sum of gradients is set back to zero once it was read.
+    """
     none, many = -1, -2
     target = [none] * graph.n
     users: list[list[int]] = [[] for _ in range(graph.n)]
-    for op, deps in enumerate(graph.deps):
-        for dep in deps:
+    for op, inputs in enumerate(graph.inputs):
+        for dep in dict.fromkeys(int(graph.producer[t]) for t in inputs):
             users[dep].append(op)
     for op in range(graph.n - 1, -1, -1):
         if graph.has_side_effects[op]:

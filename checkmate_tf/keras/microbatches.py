@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -347,6 +348,8 @@ class Ways:
             with self._refusals_kept():
                 step.try_out(data)
                 return step
+            del step
+            gc.collect()  # what it holds on the device
             for part_rows in later:
                 with self._refusals_kept():
                     steps.append(self._in_parts(part_rows))
@@ -382,7 +385,7 @@ class Ways:
         try:
             yield
         except (InfeasibleBudget, NoScheduleFound) as refusal:
-            self._refusals.append(refusal)
+            self._refusals.append(refusal.with_traceback(None))  # which holds what was refused, and its memory
 
 
 def _smallest_bytes(refusal: InfeasibleBudget | NoScheduleFound) -> int | None:

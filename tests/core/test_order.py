@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from random_graphs import Builder, briefly, costs_for, op_graphs
 
 from checkmate_tf.core.opgraph import Costs
-from checkmate_tf.core.order import low_peak_order, permute, ready_order, side_by_side
+from checkmate_tf.core.order import leads_to_one_update, low_peak_order, permute, ready_order, side_by_side
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import simulate
 from checkmate_tf.errors import GraphError
@@ -85,6 +85,22 @@ def backward_pass():
 def test_each_update_follows_its_gradient_at_once():
     order = low_peak_order(backward_pass(), reorder=False)
     assert order == [0, 1, 2, 6, 3, 4, 7, 5, 8]
+
+
+def test_an_update_that_only_waits_for_a_sum_does_not_hold_it_back():
+    """Sums of gradients that are set back to zero had two ends: all gradients of a batch's last part were kept."""
+    made = Builder()
+    (x,) = made.add(makes=[1])
+    (dy,) = made.add([x], [8], gradient=True)
+    sums = [made.add([dy], [8], gradient=True)[0] for _ in range(2)]
+    for k, total in enumerate(sums):
+        made.add([total], has_side_effects=True, gradient=True)
+        (zeros,) = made.add(makes=[1], controls=[2 + k], gradient=True)
+        made.add([zeros], has_side_effects=True, gradient=True)
+    graph = made.build()
+    assert leads_to_one_update(graph)[2:4].all()
+    order = low_peak_order(graph, reorder=False)
+    assert order.index(4) < order.index(3), "the first update comes in front of the second gradient"
 
 
 def test_early_updates_lower_the_peak():
