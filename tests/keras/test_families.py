@@ -87,7 +87,7 @@ def steps_of(model):
     return list({id(step): step for step in planned_training(model).steps.values()}.values())
 
 
-@pytest.mark.parametrize("case", slow_but(["masked text", "height and width"], CASES))
+@pytest.mark.parametrize("case", slow_but(["masked text"], CASES))
 def test_a_few_plans_train_batches_of_all_sizes_as_plain_keras_does(case, options):
     model_of, batches, part = CASES[case]
     plain = built(model_of)
@@ -112,7 +112,7 @@ def test_a_few_plans_train_batches_of_all_sizes_as_plain_keras_does(case, option
 def test_fit_on_texts_in_buckets_of_their_lengths(options):
     """As `fit` takes them: padded to the longest of a batch, fewer rows where they are long, a smaller last batch."""
     random = np.random.default_rng(0)
-    examples = [(random.integers(1, VOCABULARY, n), random.normal(size=4)) for n in random.integers(4, 64, 120)]
+    examples = [(random.integers(1, VOCABULARY, n), random.normal(size=4)) for n in random.integers(4, 64, 72)]
     spec = tf.TensorSpec((None,), tf.int32), tf.TensorSpec((4,), tf.float64)
     data = tf.data.Dataset.from_generator(lambda: iter(examples), output_signature=spec)
     data = data.bucket_by_sequence_length(lambda x, _: tf.shape(x)[0], [24, 44], [32, 16, 8])
@@ -251,7 +251,7 @@ def test_a_batch_beyond_the_described_range_is_planned_for_and_the_report_says_s
         assert ("another plan was made" in notes) == is_said
 
 
-@pytest.mark.parametrize("is_described", slow_but([False], [False, True]))
+@pytest.mark.parametrize("is_described", slow_but([True], [True, False]))
 def test_a_loop_of_ones_own_trains_batches_of_all_sizes_by_a_few_plans(is_described, options):
     batches = [*texts([64, 40, 24, 52, 64]), *texts([50], rows=5)]
     plain, planned = built(text_model), built(text_model)
