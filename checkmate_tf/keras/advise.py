@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from checkmate_tf._tf_internals import all_layers
@@ -460,8 +459,7 @@ def _changed_by_parts(
     """What cutting a batch changes in the results beside rounding, and a sentence on it. Changes nothing."""
     before = effects.Snapshot(step.traced)
     try:
-        values = _with_values(data)
-        reason = why_rows_depend(model, accumulation.gradients, accumulation.variables, step.traced, values)
+        reason = why_rows_depend(model, accumulation.gradients, accumulation.variables, step.traced, data)
     finally:
         before.restore()
     draws = (RANDOM,) if _draws(model) else ()
@@ -510,18 +508,6 @@ def _draws(model: keras.Model) -> bool:
     """Whether layers draw random numbers, which are others in a part than in the whole batch."""
     values = [value for layer in all_layers(model) for value in vars(layer).values()]
     return any(isinstance(value, keras.random.SeedGenerator) for value in values)
-
-
-def _with_values(data):
-    """A batch like one of zeros, with random numbers from 0 to 1 where it has fractions: its rows are to differ."""
-    rng = np.random.default_rng(0)
-
-    def filled(leaf):
-        if leaf is None or not leaf.dtype.is_floating:
-            return leaf
-        return tf.cast(rng.uniform(size=leaf.shape), leaf.dtype)
-
-    return tf.nest.map_structure(filled, data)
 
 
 def _set_policy(policy: str) -> str:

@@ -46,11 +46,11 @@ def why_rows_depend(
     if reason or not rows:
         return reason
     places = np.linspace(0, batch.rows(data) - 1, rows).astype(int)  # not the first ones only
+    checked = _with_values(batch.taken(data, places))
     masks: list = []
     with _without_noise(model), _masks_seen(model, masks):
-        whole, first, second = (
-            gradients_of(batch.taken(data, taken)) for taken in (places, places[: rows // 2], places[rows // 2 :])
-        )
+        whole = gradients_of(checked)
+        first, second = (gradients_of(batch.sliced(checked, k, k + rows // 2)) for k in (0, rows // 2))
     if any(mask is not None for mask in masks):
         return _MASKED
     far = _distances(whole, first, second)
@@ -59,6 +59,24 @@ def why_rows_depend(
         return None
     worst = model.trainable_variables[max(far, key=far.get)].path
     return f"the loss is no mean over independent rows (gradient of {worst!r})"
+
+
+def _with_values(data):
+    """A batch with random numbers from 0 to 1 for the fractions in it, if these are all 0: its rows are to differ.
+
+    Where rows are alike, sums of them are rounded in one direction, which looks as if they depended on each other.
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None and leaf.dtype.is_floating]
+    if any(tf.reduce_any(leaf != 0) for leaf in leaves):
+        return data
+    rng = np.random.default_rng(0)
+
+    def filled(leaf):
+        if leaf is None or not leaf.dtype.is_floating:
+            return leaf
+        return tf.cast(rng.uniform(size=leaf.shape), leaf.dtype)
+
+    return tf.nest.map_structure(filled, data)
 
 
 def _why_written(model: keras.Model, sums: Collection[int], traced: TracedStep) -> str | None:
