@@ -14,7 +14,7 @@ from conftest import assert_same_state, part_of_step, set_precision, slow_but
 
 import checkmate_tf
 from checkmate_tf.errors import ModelError, NoScheduleFound, OptionError
-from checkmate_tf.keras import microbatches
+from checkmate_tf.keras import independence, microbatches
 from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.step.planned_step import PlannedStep
 
@@ -405,6 +405,18 @@ def test_a_later_batch_is_cut_where_it_is_too_large_for_a_whole_plan(options):
     assert_same_state(plain, cut, 1e-9)
     assert max(peaks[2:]) <= budget
     assert checkmate_tf.report(cut).microbatches > 1
+
+
+def test_rows_that_are_all_zero_are_checked_with_numbers_that_differ():
+    """A described batch is one of zeros: roundings of its sums all have one direction, and add up."""
+    zeros = tf.zeros((4, 8, 8, 3)), tf.zeros((4,), tf.int32), None
+    images, labels, absent = independence._with_values(zeros)
+    assert images.dtype == tf.float32
+    assert len(np.unique(images)) > 700
+    assert not labels.numpy().any()
+    assert absent is None
+    data = tf.one_hot([0, 1], 2), tf.zeros(2)
+    assert independence._with_values(data) is data
 
 
 def test_parts_are_tried_where_later_batches_lie_until_these_take_no_more(monkeypatch):
