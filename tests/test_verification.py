@@ -119,6 +119,21 @@ def test_where_no_other_plan_is_found_memory_is_divided_again_for_the_last_one()
     assert "steps may take more than their budget of 100 B" in step.warning
 
 
+def test_where_no_other_plan_was_found_none_is_sought_each_time_that_steps_take_turns():
+    """Each search waited ten seconds for a map of the memory."""
+    step, calls = stubbed(None, None)
+    step._has_trained = True
+    blocks = iter([["one"], [], ["one"]])
+    step._profiled.memory.divide = lambda _: next(blocks)
+    other, _ = stubbed(None, None)
+    ready(step)
+    sought = len(calls)
+    for _ in range(2):
+        lease("CPU:0").take(other)
+        ready(step)
+    assert len(calls) == sought
+
+
 def test_a_refusal_after_trials_names_what_they_took_where_no_other_plan_is_known():
     step, _ = stubbed(None, None)
     step._trial_peaks = [None, 130, 120]

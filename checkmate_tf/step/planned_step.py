@@ -265,7 +265,8 @@ class PlannedStep:
             self._profiled.stay_within(self.budget_bytes)
         if not self._lease.is_held_by(self):
             self._lease.take(self)
-            self._is_ready = self._is_ready and self._placed.divide_again()
+            is_as_before = self._is_ready and self._placed.divide_again()
+            self._is_ready = is_as_before or (self._is_ready and self.warning is not None)  # nothing better was found
         if self._is_ready:
             return
         if not self._has_trained:
