@@ -10,7 +10,7 @@ from checkmate_tf.core.allocator import AllocatorConfig, BfcAllocator
 Block = TypeVar("Block")
 UNLIMITED_BYTES = 1 << 44
 _GUARD_BLOCK = 1 / 512  # of its part
-_MOST_TRIES, _MOST_FILL_BYTES = 64, 128 << 20  # for one guard block; more than that is no gap between tensors
+_MOST_TRIES, _MOST_FILL_BYTES = 4096, 128 << 20  # for one guard block; more than that is no gap between tensors
 
 
 def divided(partition: Sequence[int], uncounted_below_bytes: int = 0) -> BfcAllocator:

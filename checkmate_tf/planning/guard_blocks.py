@@ -1,20 +1,21 @@
 """Finds guard blocks with which the allocator keeps a plan within its budget; see `device_memory.guard_blocks`.
 
-Which division suits a plan is found by trial, some milliseconds each. What suited one plan of a step often suits its
-others, so that is tried first; then mostly equal parts, as large as one of the plan's large tensors, that fill some
-share of its memory, and now and then parts as large as several of them in a random order.
+The allocator gives a request that finds no free chunk of its size a larger one, and all of that where it is less than
+twice as large. So memory is divided into parts of just the sizes that a plan asks for: first those of the tensors that
+it holds at its peak, then, as often as playing it shows that some got more than they asked for, one more for each.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from checkmate_tf.core.allocator import UNIT_BYTES, BfcAllocator, play
+from checkmate_tf.core.guard_blocks import divided
 from checkmate_tf.core.simulate import Memory
 from checkmate_tf.core.solver import Clock
 from checkmate_tf.planning.evaluated_plan import NEVER
@@ -24,13 +25,11 @@ STATES = 3  # states of the allocator in which a plan must keep the budget
 Partition = tuple[int, ...]
 AllocatorPeak = Callable[..., int | None]  # as `ProfiledStep.allocator_peak`
 
-_TRIES, _LIMIT_S = 160, 0.5  # for one plan
-_MOST_KNOWN = 12  # partitions that were good for other plans
-_LARGE = 1 / 40  # of a plan's peak
-MOST_PARTS = 64
-_MOST_SIZES = 6  # of large tensors
-_FILLED = 0.5, 0.75, 0.25, 1.0, 0.6, 0.4, 0.9, 0.1  # of a plan's peak, by equal parts
-_EQUAL_PARTS = 4  # all but each fourth try has equal parts
+_LIMIT_S = 0.5  # for one plan
+_LARGE = 1 / 4000  # of a plan's peak: smaller tensors have no parts of their own
+MOST_PARTS = 512
+_MOST_REPAIRS = 24
+_OVERSIZED = 1.01  # times what was asked for
 _MOST_WAITED_S = 60.0  # on top of the time limit of a search
 _WAITED_S = 5.0  # an answer that takes that long is one of an allocator that has waited for memory
 _SMALL = 2**-13  # of a plan's peak: tensors below that hardly matter to where the others lie
@@ -97,11 +96,12 @@ class Placer:
             simulated plan on the allocator, in a partition, in its present state or in that and ones that are
             disturbed, until it takes enough; returns the highest peak that the allocator would report, everything
             included, or None where the memory runs out.
+        uncounted_below_bytes: As in `AllocatorConfig`.
     """
 
-    def __init__(self, allocator_peak: Waiting):
+    def __init__(self, allocator_peak: Waiting, uncounted_below_bytes: int = 0):
         self._allocator_peak = allocator_peak
-        self._known: collections.deque[Partition] = collections.deque(maxlen=_MOST_KNOWN)
+        self._uncounted_below_bytes = uncounted_below_bytes
 
     def place(self, memory: Memory, budget_bytes: int, tensor_bytes: int, first: Partition = ()) -> Placement:
         """The first partition found in which a plan keeps a budget in all states, or else the best one found.
@@ -119,16 +119,14 @@ class Placer:
         clock = self._allocator_peak.clock(_LIMIT_S)
         sketch = _sketch(memory)
         missing_bytes = memory.most_counted_bytes(0) - sketch.most_counted_bytes(0)
-        for partition in self._partitions(memory, first):
+        room_bytes = budget_bytes - tensor_bytes
+        for partition in self._partitions(sketch, room_bytes, first):
             peak = self._worst(sketch, partition, best.peak_bytes - missing_bytes)
             if peak + missing_bytes < best.peak_bytes:
                 peak = self._worst(memory, partition, best.peak_bytes)
                 if peak < best.peak_bytes:
                     best = Placement(partition, peak)
-            if best.peak_bytes <= budget_bytes:
-                self.remember(best.partition)
-                break
-            if not clock.left_s:
+            if best.peak_bytes <= budget_bytes or not clock.left_s:
                 break
         return best
 
@@ -137,41 +135,67 @@ class Placer:
         peak = self._allocator_peak(memory, partition, STATES, enough)
         return NEVER if peak is None else peak
 
-    def remember(self, partition: Partition) -> None:
-        """Tries a partition first from now on."""
-        if partition:
-            if partition in self._known:
-                self._known.remove(partition)
-            self._known.appendleft(partition)
-
-    def _partitions(self, memory: Memory, first: Partition) -> Iterator[Partition]:
-        """Each once."""
-        tried = set()
-        for partition in itertools.chain((first, ()), tuple(self._known), _drawn(memory)):
-            if partition not in tried:
-                tried.add(partition)
+    def _partitions(self, memory: Memory, room_bytes: int, first: Partition) -> Iterator[Partition]:
+        """Each once: the first one, none, and those of `_repaired` whose peak is within the room or the lowest."""
+        yield first
+        if first:
+            yield ()
+        best, best_bytes = (), NEVER
+        for partition, peak_bytes in _repaired(memory, self._uncounted_below_bytes):
+            if peak_bytes <= memory.most_counted_bytes(self._uncounted_below_bytes) + room_bytes:
                 yield partition
+            elif peak_bytes < best_bytes:
+                best, best_bytes = partition, peak_bytes
+        yield best
+
+
+def _repaired(memory: Memory, uncounted_below_bytes: int) -> Iterator[tuple[Partition, int]]:
+    """Partitions, each with parts for the tensors that found none in the one before, and a plan's peak in each.
+
+    They are played on an allocator of one region, so that these peaks are of a plan alone, its guard blocks included.
+    """
+    least_bytes = max(uncounted_below_bytes, int(_LARGE * memory.peak_bytes))
+    parts = collections.Counter(size for size in _held_at_peak(memory) if size >= least_bytes)
+    for _ in range(1 + _MOST_REPAIRS):
+        partition = tuple(sorted(parts.elements(), reverse=True))[:MOST_PARTS]
+        allocator = divided(partition, uncounted_below_bytes)
+        peak_bytes, oversized = _played(allocator, memory)
+        yield partition, peak_bytes
+        more = [size for size in oversized if size >= least_bytes]
+        if not more or len(partition) == MOST_PARTS:
+            return
+        parts.update(more)
+
+
+def _held_at_peak(memory: Memory) -> list[int]:
+    """Sizes of what a plan holds when it holds most, in whole units of the allocator."""
+    in_use_bytes = np.cumsum(memory.event_bytes)
+    until = 1 + int(in_use_bytes.argmax()) if len(in_use_bytes) else 0
+    return _units(memory.event_bytes[_last_held(memory, until)])
+
+
+def _played(allocator: BfcAllocator, memory: Memory) -> tuple[int, list[int]]:
+    """A plan's peak on an allocator, and the sizes of what it holds then that got more than it asked for."""
+    before_bytes = allocator.in_use_bytes
+    played = play(allocator, memory.event_buffer, memory.event_bytes)
+    got_bytes = np.diff(played.in_use_bytes, prepend=before_bytes)
+    held = _last_held(memory, 1 + played.peak_index)
+    asked_bytes = memory.event_bytes[held]
+    return played.peak_bytes, _units(asked_bytes[got_bytes[held] > _OVERSIZED * asked_bytes + UNIT_BYTES])
+
+
+def _last_held(memory: Memory, events: int) -> np.ndarray:
+    """Indices of the allocations among the first events of what is still held after them."""
+    _, last = np.unique(memory.event_buffer[:events][::-1], return_index=True)
+    last = events - 1 - last
+    return last[memory.event_bytes[last] > 0]
+
+
+def _units(nbytes: np.ndarray) -> list[int]:
+    return (-(-nbytes // UNIT_BYTES) * UNIT_BYTES).tolist()
 
 
 def _sketch(memory: Memory) -> Memory:
     """The same without small tensors: most events of a step are theirs, and each takes as long as a large one's."""
     large = memory.large_events(int(_SMALL * memory.peak_bytes))
     return memory.with_events(large)
-
-
-def _drawn(memory: Memory) -> Iterator[Partition]:
-    """Partitions of parts as large as tensors."""
-    nbytes = memory.event_bytes[memory.event_bytes > _LARGE * memory.peak_bytes]
-    sizes, counts = np.unique(nbytes, return_counts=True)
-    sizes = sizes[np.argsort(-sizes * counts)][:_MOST_SIZES]
-    if not len(sizes):
-        return
-    rng = np.random.default_rng(0)
-    equal = ((size,) * round(share * memory.peak_bytes / size) for share in _FILLED for size in sizes.tolist())
-    for k in range(1, 1 + _TRIES):
-        partition = next(equal, ()) if k % _EQUAL_PARTS else ()
-        if not partition:
-            parts = rng.choice(sizes, MOST_PARTS)
-            end = rng.uniform(0.2, 1.0) * memory.peak_bytes
-            partition = tuple(parts[: 1 + np.searchsorted(np.cumsum(parts), end)].tolist())
-        yield partition

@@ -87,7 +87,7 @@ class Planner:
         self._op_graph = op_graph
         self._costs = costs
         self._allocator_peak = Waiting(allocator_peak)
-        self._placer = Placer(self._allocator_peak)
+        self._placer = Placer(self._allocator_peak, uncounted_below_bytes)
         self._uncounted_below_bytes = uncounted_below_bytes
         self._limit_bytes = np.inf if limit_bytes is None else limit_bytes
         self._placements: dict[tuple[Memory, int], Placement] = {}
@@ -110,8 +110,6 @@ class Planner:
                 uncounted_below_bytes=uncounted_below_bytes,
             )
             self.orders.append(order)
-            for entry in order.kept:
-                self._placer.remember(entry.partition)
 
     def clock(self, time_limit_s: float) -> Clock:
         """For what is sought within a time; waits of an allocator that has run out of memory come on top."""
