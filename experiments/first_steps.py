@@ -155,7 +155,7 @@ class SharpnessAware(keras.Model):
     """
 
     def train_step(self, data):
-        x, y = data
+        x, y = data[:2]
         weights = self.trainable_variables
         _, gradients = self._pass(x, y)
         norm = tf.linalg.global_norm(gradients) + 1e-12

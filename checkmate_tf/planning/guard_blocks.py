@@ -140,7 +140,8 @@ class Placer:
         yield first
         if first:
             yield ()
-        best, best_bytes = (), NEVER
+        best: Partition = ()
+        best_bytes = NEVER
         for partition, peak_bytes in _repaired(memory, self._uncounted_below_bytes):
             if peak_bytes <= memory.most_counted_bytes(self._uncounted_below_bytes) + room_bytes:
                 yield partition
@@ -192,7 +193,8 @@ def _last_held(memory: Memory, events: int) -> np.ndarray:
 
 
 def _units(nbytes: np.ndarray) -> list[int]:
-    return (-(-nbytes // UNIT_BYTES) * UNIT_BYTES).tolist()
+    sizes: list[int] = (-(-nbytes // UNIT_BYTES) * UNIT_BYTES).tolist()
+    return sizes
 
 
 def _sketch(memory: Memory) -> Memory:

@@ -302,7 +302,7 @@ class PlannedStep:
                 break
             if self._refusal is not None:  # no plan was found that is predicted to take less
                 break
-            self._tighten(outcome.peak_bytes)
+            self._tighten(outcome.peak_bytes, self.budget_bytes - self._most_in_trial(outcome.before_bytes))
             if not self._find_plan_for_now():
                 break
         has_begun = self._has_trained or (self._whole is not None and self._whole._has_trained)
@@ -338,11 +338,15 @@ class PlannedStep:
             predicted = ""
         else:
             measured_bytes = self._trial_peaks[-1]
-            smallest_bytes = round(MINIMUM_MARGIN * measured_bytes) if measured_bytes else self._most_bytes
+            least_bytes = (measured_bytes or 0) + self._profiled.memory.drawn_bytes
+            smallest_bytes = round(MINIMUM_MARGIN * least_bytes) if measured_bytes else self._most_bytes
             predicted = f" (predicted: {_shown(self.candidate.peak_bytes)})"
+        drawn_bytes = self._profiled.memory.drawn_bytes
+        drawn = f", and {_shown(drawn_bytes)} are kept free for a batch that a pipeline draws" if drawn_bytes else ""
         return NoScheduleFound(
             f"no plan was found that keeps {_shown(self.budget_bytes)} when it runs: in trials the step took "
-            f"{', '.join(map(_shown, self._trial_peaks))}{predicted}. Smallest budget found: {_shown(smallest_bytes)}. "
+            f"{', '.join(map(_shown, self._trial_peaks))}{predicted}{drawn}. "
+            f"Smallest budget found: {_shown(smallest_bytes)}. "
             f"{planner.advice_on(self.candidate)}",
             best_peak_bytes=smallest_bytes,
         )
@@ -457,16 +461,18 @@ class PlannedStep:
         self._trusted_at = None
         self._measured.begin_anew()
 
-    def _tighten(self, measured_bytes: int | None) -> None:
+    def _tighten(self, measured_bytes: int | None, to_come_bytes: int = 0) -> None:
         """Gives the planner less: by what was measured above the prediction.
 
         Args:
             measured_bytes: None where the step ran out of memory.
+            to_come_bytes: For which room was kept, and which was not there yet.
         """
         if measured_bytes is None:
             self._most_bytes = self.candidate.peak_bytes - round(self._OUT_OF_MEMORY * self.budget_bytes)
         else:
-            self._most_bytes = self.budget_bytes - max(0, measured_bytes - self.candidate.peak_bytes)
+            unforeseen = measured_bytes + to_come_bytes - self.candidate.peak_bytes
+            self._most_bytes = self.budget_bytes - max(0, unforeseen)
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
