@@ -152,6 +152,30 @@ def test_a_step_that_takes_too_much_in_its_trial_is_planned_again_before_it_trai
     assert_same_state(plain, model)
 
 
+@pytest.mark.alone
+def test_a_trial_that_leaves_too_little_for_a_batch_to_come_has_the_step_planned_with_less(options, monkeypatch):
+    """It took less than the budget, but more than that without the room for a batch that a pipeline draws."""
+    model = built(dropout=0)
+    batches = tf.data.Dataset.from_tensors(images(BATCH)).repeat(2)
+    checkmate_tf.compile(model, "1GiB", **options | {"time_limit_s": 4.0})
+    true, seen, room, first_bytes = devices.peak_bytes, [], [], []
+
+    def peak(device):
+        step = next(iter(planned_training(model).steps.values()))
+        room.append(step._profiled.memory.drawn_bytes)
+        first_bytes.append(step.candidate.peak_bytes)
+        seen.append(true(device) if seen else step.budget_bytes - room[0] // 2)
+        return seen[-1]
+
+    monkeypatch.setattr(devices, "peak_bytes", peak)
+    model.fit(batches, shuffle=False, verbose=0)
+    report = checkmate_tf.report(model)
+    assert room[0] > 0
+    assert report.trial_peaks_bytes[0] == seen[0] < report.budget_bytes
+    assert len(report.trial_peaks_bytes) == 2
+    assert report.predicted_peak_bytes < first_bytes[0]
+
+
 def test_a_budget_that_no_plan_keeps_when_it_runs_is_refused_with_nothing_changed(options, monkeypatch):
     plain, model = built(), built()
     x, y = images(BATCH)
