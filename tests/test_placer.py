@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkmate_tf.core.allocator import AllocatorConfig, BfcAllocator, play
-from checkmate_tf.core.guard_blocks import divide, lies_behind
+from checkmate_tf.core.allocator import AllocatorConfig, BfcAllocator, Playback, play
+from checkmate_tf.core.guard_blocks import divide, lies_behind, oversized
 from checkmate_tf.core.simulate import Memory
 from checkmate_tf.planning.guard_blocks import Placer, Waiting
 
@@ -21,20 +21,26 @@ def memory_of(events: list[tuple[int, int]]) -> Memory:
     return Memory(np.maximum(np.cumsum(nbytes), 0), nothing, buffer, nbytes, nothing, nothing)
 
 
-def peak_in(memory: Memory, partition=(), *_: object) -> int | None:
-    """A plan's peak in one large region, which has been used before."""
+def played_in(memory: Memory, partition) -> Playback:
+    """A plan in one large region, which has been used before."""
     allocator = BfcAllocator(AllocatorConfig(limit_bytes=1 << 32, allow_growth=False))
     small = [allocator.allocate(2 * KIB) for _ in range(1000)]
     for block in small[::2]:
         allocator.free(block)
-    before_bytes = allocator.in_use_bytes
-    if divide(partition, 0, allocator.allocate, allocator.free, lies_behind) is None:
-        return None
-    return play(allocator, memory.event_buffer, memory.event_bytes).peak_bytes - before_bytes
+    divide(partition, 0, allocator.allocate, allocator.free, lies_behind)
+    return play(allocator, memory.event_buffer, memory.event_bytes)
+
+
+def peak_in(memory: Memory, partition=(), *_: object) -> int:
+    return played_in(memory, partition).peak_bytes - played_in(memory_of([]), ()).start_bytes
+
+
+def oversized_in(memory: Memory, partition) -> list[int]:
+    return oversized(memory.event_buffer, memory.event_bytes, played_in(memory, partition))
 
 
 def placed(memory: Memory, budget_bytes: int):
-    return Placer(Waiting(peak_in)).place(memory, budget_bytes, memory.peak_bytes)
+    return Placer(Waiting(peak_in), oversized_in).place(memory, budget_bytes, memory.peak_bytes)
 
 
 def test_a_request_that_gets_a_larger_chunk_has_a_part_of_its_own_the_next_time():

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from checkmate_tf.core.allocator import AllocatorConfig, BfcAllocator
+import numpy as np
+
+from checkmate_tf.core.allocator import UNIT_BYTES, AllocatorConfig, BfcAllocator, Playback
 
 Block = TypeVar("Block")
 UNLIMITED_BYTES = 1 << 44
 _GUARD_BLOCK = 1 / 512  # of its part
+_OVERSIZED = 1.01  # times what was asked for
 _MOST_TRIES, _MOST_FILL_BYTES = 4096, 128 << 20  # for one guard block; more than that is no gap between tensors
 
 
@@ -27,6 +30,24 @@ def divided(partition: Sequence[int], uncounted_below_bytes: int = 0) -> BfcAllo
     divide(partition, uncounted_below_bytes, allocator.allocate, allocator.free, lies_behind)
     allocator.reset_peak()
     return allocator
+
+
+def oversized(buffer: np.ndarray, nbytes: np.ndarray, played: Playback) -> list[int]:
+    """Sizes in bytes of the requests that hold a larger chunk than they asked for when most memory is in use.
+
+    Args:
+        buffer: int (events,). As for `allocator.play`.
+        nbytes: int (events,). As for `allocator.play`.
+        played: What came of it.
+    """
+    events = 1 + played.peak_index
+    got_bytes = np.diff(played.in_use_bytes[:events], prepend=played.start_bytes)
+    _, last = np.unique(buffer[:events][::-1], return_index=True)
+    last = events - 1 - last
+    asked_bytes = nbytes[last]
+    found = (asked_bytes > 0) & (got_bytes[last] > _OVERSIZED * asked_bytes + UNIT_BYTES)
+    sizes: list[int] = asked_bytes[found].tolist()
+    return sizes
 
 
 def divide(

@@ -1,21 +1,21 @@
 """Finds guard blocks with which the allocator keeps a plan within its budget; see `device_memory.guard_blocks`.
 
 The allocator gives a request that finds no free chunk of its size a larger one, and all of that where it is less than
-twice as large. So memory is divided into parts of just the sizes that a plan asks for: first those of the tensors that
-it holds at its peak, then, as often as playing it shows that some got more than they asked for, one more for each.
+twice as large. So a plan is played, memory is given a part for each request that holds more at the peak than it asked
+for, and the plan is played again, until none does: without a device first, on memory in one piece, then in the device's
+own. It begins without parts, and with those of all that the plan holds at its peak.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from checkmate_tf.core.allocator import UNIT_BYTES, BfcAllocator, play
-from checkmate_tf.core.guard_blocks import divided
+from checkmate_tf.core.allocator import play
+from checkmate_tf.core.guard_blocks import divided, oversized
 from checkmate_tf.core.simulate import Memory
 from checkmate_tf.core.solver import Clock
 from checkmate_tf.planning.evaluated_plan import NEVER
@@ -23,16 +23,21 @@ from checkmate_tf.planning.evaluated_plan import NEVER
 STATES = 3  # states of the allocator in which a plan must keep the budget
 
 Partition = tuple[int, ...]
-AllocatorPeak = Callable[..., int | None]  # as `ProfiledStep.allocator_peak`
+AllocatorPeak = Callable[..., int | None]  # as `StepMemory.allocator_peak`
+Oversized = Callable[[Memory, Partition], list[int]]  # as `StepMemory.oversized`
 
-_LIMIT_S = 0.5  # for one plan
+_LIMIT_S = 1.0  # for one plan
 _LARGE = 1 / 4000  # of a plan's peak: smaller tensors have no parts of their own
 MOST_PARTS = 512
 _MOST_REPAIRS = 24
-_OVERSIZED = 1.01  # times what was asked for
 _MOST_WAITED_S = 60.0  # on top of the time limit of a search
 _WAITED_S = 5.0  # an answer that takes that long is one of an allocator that has waited for memory
 _SMALL = 2**-13  # of a plan's peak: tensors below that hardly matter to where the others lie
+
+
+def none_known(*_: object) -> list[int]:
+    """As `Oversized`, of an allocator that does not tell."""
+    return []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +101,14 @@ class Placer:
             simulated plan on the allocator, in a partition, in its present state or in that and ones that are
             disturbed, until it takes enough; returns the highest peak that the allocator would report, everything
             included, or None where the memory runs out.
+        oversized: Called as `(memory, partition)`: plays a plan in its present state; returns the sizes of the requests
+            that hold more than they asked for at the peak.
         uncounted_below_bytes: As in `AllocatorConfig`.
     """
 
-    def __init__(self, allocator_peak: Waiting, uncounted_below_bytes: int = 0):
+    def __init__(self, allocator_peak: Waiting, oversized: Oversized, uncounted_below_bytes: int = 0):
         self._allocator_peak = allocator_peak
+        self._oversized = oversized
         self._uncounted_below_bytes = uncounted_below_bytes
 
     def place(self, memory: Memory, budget_bytes: int, tensor_bytes: int, first: Partition = ()) -> Placement:
@@ -136,65 +144,57 @@ class Placer:
         return NEVER if peak is None else peak
 
     def _partitions(self, memory: Memory, room_bytes: int, first: Partition) -> Iterator[Partition]:
-        """Each once: the first one, none, and those of `_repaired` whose peak is within the room or the lowest."""
+        """The first one, none, those that take no more than the room in one piece of memory, and more for the device's.
+
+        Each is tried before the next one is asked for.
+        """
         yield first
         if first:
             yield ()
-        best: Partition = ()
-        best_bytes = NEVER
-        for partition, peak_bytes in _repaired(memory, self._uncounted_below_bytes):
-            if peak_bytes <= memory.most_counted_bytes(self._uncounted_below_bytes) + room_bytes:
-                yield partition
-            elif peak_bytes < best_bytes:
-                best, best_bytes = partition, peak_bytes
-        yield best
+        enough_bytes = memory.most_counted_bytes(self._uncounted_below_bytes) + room_bytes
+        least_bytes = max(self._uncounted_below_bytes, int(_LARGE * memory.peak_bytes))
+        taken_bytes: dict[Partition, int] = {}
+
+        def in_one_piece(partition: Partition) -> list[int]:
+            allocator = divided(partition, self._uncounted_below_bytes)
+            played = play(allocator, memory.event_buffer, memory.event_bytes)
+            taken_bytes[partition] = played.peak_bytes
+            return oversized(memory.event_buffer, memory.event_bytes, played)
+
+        for begun in ((), _held_at_peak(memory, least_bytes)):
+            for partition in _repaired(begun, in_one_piece, least_bytes):
+                if partition and taken_bytes[partition] <= enough_bytes:
+                    yield partition
+        best = min(taken_bytes, key=lambda partition: taken_bytes[partition])
+        yield from _repaired(best, lambda partition: self._oversized(memory, partition), least_bytes)
 
 
-def _repaired(memory: Memory, uncounted_below_bytes: int) -> Iterator[tuple[Partition, int]]:
-    """Partitions, each with parts for the tensors that found none in the one before, and a plan's peak in each.
+def _repaired(
+    partition: Partition, oversized_in: Callable[[Partition], list[int]], least_bytes: int
+) -> Iterator[Partition]:
+    """A partition, and then each with parts for what got too much in the one before.
 
-    They are played on an allocator of one region, so that these peaks are of a plan alone, its guard blocks included.
+    Args:
+        partition: The first.
+        oversized_in: Gives the sizes of the requests that hold more than they asked for, in a partition.
+        least_bytes: Smaller ones have no parts.
     """
-    least_bytes = max(uncounted_below_bytes, int(_LARGE * memory.peak_bytes))
-    parts = collections.Counter(size for size in _held_at_peak(memory) if size >= least_bytes)
     for _ in range(1 + _MOST_REPAIRS):
-        partition = tuple(sorted(parts.elements(), reverse=True))[:MOST_PARTS]
-        allocator = divided(partition, uncounted_below_bytes)
-        peak_bytes, oversized = _played(allocator, memory)
-        yield partition, peak_bytes
-        more = [size for size in oversized if size >= least_bytes]
-        if not more or len(partition) == MOST_PARTS:
+        more = [size for size in oversized_in(partition) if size >= least_bytes]
+        yield partition
+        if not more:
             return
-        parts.update(more)
+        partition = tuple(sorted((*partition, *more), reverse=True))
+        if len(partition) > MOST_PARTS:
+            return
 
 
-def _held_at_peak(memory: Memory) -> list[int]:
-    """Sizes of what a plan holds when it holds most, in whole units of the allocator."""
-    in_use_bytes = np.cumsum(memory.event_bytes)
-    until = 1 + int(in_use_bytes.argmax()) if len(in_use_bytes) else 0
-    return _units(memory.event_bytes[_last_held(memory, until)])
-
-
-def _played(allocator: BfcAllocator, memory: Memory) -> tuple[int, list[int]]:
-    """A plan's peak on an allocator, and the sizes of what it holds then that got more than it asked for."""
-    before_bytes = allocator.in_use_bytes
-    played = play(allocator, memory.event_buffer, memory.event_bytes)
-    got_bytes = np.diff(played.in_use_bytes, prepend=before_bytes)
-    held = _last_held(memory, 1 + played.peak_index)
-    asked_bytes = memory.event_bytes[held]
-    return played.peak_bytes, _units(asked_bytes[got_bytes[held] > _OVERSIZED * asked_bytes + UNIT_BYTES])
-
-
-def _last_held(memory: Memory, events: int) -> np.ndarray:
-    """Indices of the allocations among the first events of what is still held after them."""
-    _, last = np.unique(memory.event_buffer[:events][::-1], return_index=True)
-    last = events - 1 - last
-    return last[memory.event_bytes[last] > 0]
-
-
-def _units(nbytes: np.ndarray) -> list[int]:
-    sizes: list[int] = (-(-nbytes // UNIT_BYTES) * UNIT_BYTES).tolist()
-    return sizes
+def _held_at_peak(memory: Memory, least_bytes: int) -> Partition:
+    """Sizes of what a plan holds when it holds most, the largest first."""
+    until = 1 + int(np.cumsum(memory.event_bytes).argmax()) if len(memory.event_bytes) else 0
+    _, last = np.unique(memory.event_buffer[:until][::-1], return_index=True)
+    sizes = memory.event_bytes[until - 1 - last]
+    return tuple(sorted(sizes[sizes >= max(1, least_bytes)].tolist(), reverse=True)[:MOST_PARTS])
 
 
 def _sketch(memory: Memory) -> Memory:

@@ -138,6 +138,17 @@ class StepMemory:
         peak = guard_blocks.allocator_peak(memory, self.device, partition, disturbing, enough, most)
         return None if peak is None else peak + beside_bytes
 
+    def oversized(self, memory: Memory, partition: Sequence[int]) -> list[int]:
+        """Sizes in bytes of the requests of a simulated plan that hold more than they asked for at its peak.
+
+        None are known where training goes on, when plans are not played.
+
+        Args:
+            memory: The plan's simulation.
+            partition: How free memory is divided, as for `guard_blocks.divide`.
+        """
+        return [] if self.most_bytes is not None else guard_blocks.oversized(memory, self.device, partition)
+
     def foresee(self) -> None:
         """Learns where the device's free memory lies, to see what plans would take without playing them there.
 
