@@ -8,7 +8,7 @@ segments on articulation points, as in `memory_over_step.py`. "Ours" has the sam
 in the memory that checkpoints need and once in as little as it comes to. Microbatches and plans change the order of
 additions only, but for batch norm, whose statistics are those of a part.
 
-Each precision has a process of its own, in which its plain and its planned steps are taken in turn. The
+Plain steps of each precision have a process of their own, and planned ones another; they are taken in turn. The
 Maximum-Memory Rule says what a step of that precision needs without recomputation, as in `memory_over_step.py`.
 
 References:
@@ -63,16 +63,13 @@ def main() -> int:
 
 def run(name: str, precision: str, time_limit_s: float) -> Iterator[dict]:
     """The rows of one model in one precision; runs in the worker process."""
-    import keras
-    from models import CASES
-    from real_steps import prepared, train_function
-    from within_budget import Stepper, measure
+    import tensorflow as tf
+    from within_budget import built, measure, plain_process
 
-    keras.config.set_dtype_policy(precision)
-    model, batch, spec = prepared(CASES[name])
-    plain = Stepper(train_function(model), batch)
-    plain_peak_bytes = max(plain.peaks()[1:])
-    with tempfile.TemporaryDirectory() as cache_dir:
+    model, batch = built(name, 1, precision)
+    spec = tuple(tf.TensorSpec(part.shape, part.dtype) for part in batch)
+    with tempfile.TemporaryDirectory() as cache_dir, plain_process(name, 1, precision) as plain:
+        plain_peak_bytes = plain.peak_bytes()
         options = {"input_spec": spec, "cache_dir": cache_dir, "time_limit_s": time_limit_s}
         options |= {"on_unplanned": "raise", "verbose": False}
         of_all = {

@@ -13,10 +13,11 @@ What was measured on a GPU, where cases of the usual size would be too small (re
     python experiments/within_budget.py --batch-factor 8 --time-limit 15 --cases VGG16 --budgets 0.6 \\
         --out experiments/results/within_budget_gpu.json
 
-Each case runs in a process of its own. Peaks are those of the first planned steps, the allocator's own, everything on
-the device included. Then planned and plain steps alternate, one by one, as a shared machine is not always as fast; the
-ratio is that of their median times. Budgets are fractions of the plain step's measured peak, or "min": the smallest
-budget that `checkmate_tf.minimum_budget` names, or "all": twice the plain peak, with which nothing is recomputed.
+Plain steps of each case run in a process of its own, and planned ones in another. Peaks are those of the first planned
+steps, the allocator's own, everything on the device included. Then planned and plain steps alternate, one by one, as a
+shared machine is not always as fast; the ratio is that of their median times. Budgets are fractions of the plain step's
+measured peak, or "min": the smallest budget that `checkmate_tf.minimum_budget` names, or "all": twice the plain peak,
+with which nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ import argparse
 import collections
 import contextlib
 import json
+import multiprocessing
 import pathlib
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 
@@ -97,6 +100,7 @@ def main() -> int:
         "most_steps": MOST_ROUNDS,
         "measured_s": MEASURED_S,
         "steps_for_peaks": PEAKS,
+        "processes": ["plain", "planned"],
     }
     settings |= {"batch_factor": args.batch_factor} if args.batch_factor > 1 else {}
     settings |= {"microbatches": args.microbatches} if is_cut else {}
@@ -123,32 +127,23 @@ def run_case(name: str, budgets: list[str], steps: int, options: dict, batch_fac
         options: Of `checkmate_tf.compile`.
         batch_factor: Times the batch of the case.
     """
-    import numpy as np
     import tensorflow as tf
-    from models import CASES
     from real_steps import device_name
 
     import checkmate_tf
 
-    checkmate_tf.reserve(RESERVED)
-    case = CASES[name]
-    tf.keras.utils.set_random_seed(0)
-    model = case.build()
-    rng = np.random.default_rng(0)
-    x, y = (tf.concat(parts, 0) for parts in zip(*(case.batch(rng) for _ in range(batch_factor)), strict=True))
+    model, (x, y) = built(name, batch_factor)
     spec = (tf.TensorSpec(x.shape, x.dtype), tf.TensorSpec(y.shape, y.dtype))
     rows = []
-    with tempfile.TemporaryDirectory() as cache_dir:
+    with tempfile.TemporaryDirectory() as cache_dir, plain_process(name, batch_factor) as plain:
         options = {"input_spec": spec, "cache_dir": cache_dir, **options}
         cold_compile_s = None
+        plain_peak = plain.peak_bytes()
         start = time.perf_counter()
         with contextlib.suppress(checkmate_tf.CheckmateError):  # half may be less than the model needs
             checkmate_tf.compile(model, 0.5, **options)  # nothing is cached yet
             cold_compile_s = round(time.perf_counter() - start, 2)
         checkmate_tf.restore(model)
-        model.make_train_function()
-        plain = Stepper(model.train_function, (x, y))
-        plain_peak = max(plain.peaks()[1:])
         for budget in budgets:
             if budget == "min":
                 budget_bytes = checkmate_tf.minimum_budget(
@@ -166,6 +161,78 @@ def run_case(name: str, budgets: list[str], steps: int, options: dict, batch_fac
         for row in rows:
             row["cold_compile_s"] = cold_compile_s
     return rows
+
+
+def built(name: str, batch_factor: int = 1, policy: str = "float32"):
+    """The compiled model of a case and its batch, with memory reserved."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    from models import CASES
+
+    import checkmate_tf
+
+    checkmate_tf.reserve(RESERVED)
+    keras.config.set_dtype_policy(policy)
+    case = CASES[name]
+    keras.utils.set_random_seed(0)
+    model = case.build()
+    rng = np.random.default_rng(0)
+    x, y = (tf.concat(parts, 0) for parts in zip(*(case.batch(rng) for _ in range(batch_factor)), strict=True))
+    return model, (x, y)
+
+
+class Steps(Protocol):
+    """Training steps of one kind."""
+
+    def step(self) -> float:
+        """Runs one step; returns the seconds that it took."""
+
+
+class PlainSteps:
+    """Steps of plain Keras in another process.
+
+    Args:
+        connection: To the process.
+    """
+
+    def __init__(self, connection: multiprocessing.connection.Connection):
+        self._connection = connection
+
+    def step(self) -> float:
+        """Runs one step; returns the seconds that it took."""
+        self._connection.send("step")
+        return self._connection.recv()
+
+    def peak_bytes(self) -> int:
+        """Runs some steps; returns the highest peak, without that of the first."""
+        self._connection.send("peak")
+        return self._connection.recv()
+
+
+@contextlib.contextmanager
+def plain_process(*case: object) -> Iterator[PlainSteps]:
+    """Starts a process for plain steps of a case, as `built` takes it, and ends it behind the block."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_run_plain, args=(there, *case), daemon=True)
+    process.start()
+    there.close()
+    try:
+        yield PlainSteps(here)
+    finally:
+        here.close()
+        process.join()
+
+
+def _run_plain(connection: multiprocessing.connection.Connection, *case: object) -> None:
+    model, batch = built(*case)
+    model.make_train_function()
+    stepper = Stepper(model.train_function, batch)
+    with contextlib.suppress(EOFError):
+        while True:
+            asked = connection.recv()
+            connection.send(stepper.step() if asked == "step" else max(stepper.peaks()[1:]))
 
 
 class Stepper:
@@ -195,7 +262,7 @@ class Stepper:
         return found
 
 
-def alternate(steppers: Sequence[Stepper], steps: int, measured_s: float = MEASURED_S) -> list[list[float]]:
+def alternate(steppers: Sequence[Steps], steps: int, measured_s: float = MEASURED_S) -> list[list[float]]:
     """Seconds of each kind of step, one of each in turn, of at least so many until so much time is up.
 
     Memory is not looked at: a plan keeps its budget from where compiling has left the variables.
@@ -211,7 +278,7 @@ def alternate(steppers: Sequence[Stepper], steps: int, measured_s: float = MEASU
 def measure(
     model,
     batch,
-    plain: Stepper | None,
+    plain: Steps | None,
     budget_bytes: int,
     options: dict,
     steps: int,
@@ -219,8 +286,7 @@ def measure(
 ) -> dict:
     """Planned steps after compiling as a user would, for their peaks, then plain and planned ones in turn.
 
-    (Plain steps scatter the variables over the allocator's memory; compiling moves them together.) Where there is no
-    memory for plain ones, planned ones alone.
+    Where there is no memory for plain ones, planned ones alone.
     """
     import checkmate_tf
 
