@@ -65,7 +65,7 @@ def divide(
         uncounted_below_bytes: As in `AllocatorConfig`.
         allocate: Gives a block for a request of so many bytes, or None where memory runs out.
         free: Gives one back.
-        lies_behind: Called as (block, part, size of the part): whether a block lies close behind a part.
+        lies_behind: Called as (block, part, size of the part): whether a block lies just behind a part.
         room_bytes: That may be allocated at once. Parts that nothing else would be left for get no guard block.
 
     Returns:
@@ -140,8 +140,12 @@ def _guard_block(
 
 
 def lies_behind(address: int, part: int, nbytes: int) -> bool:
-    """Whether a block lies close behind a part of memory, which may have got up to twice the `nbytes` asked for."""
-    return 0 < address - part <= 2 * nbytes
+    """Whether a block lies just behind a part of memory of so many bytes.
+
+    It does not where the part got a larger chunk whole: what is behind that is in use. A block farther away may
+    lie in what was set aside for a batch.
+    """
+    return address - part == -(-nbytes // UNIT_BYTES) * UNIT_BYTES
 
 
 def guard_block_bytes(part_bytes: int, uncounted_below_bytes: int) -> int:

@@ -270,7 +270,7 @@ class Search:
             found = self._evaluator.evaluate(self._model.domain.blocks, held, self._within)
         seconds = time.perf_counter() - began
         _LOG.debug(
-            "%.1f s: %s, %d free, %d rows, %s in %.2f s, cost %.5f, %.6f of the budget",
+            "%.1f s: %s, %d free, %d rows, %s in %.2f s, cost %.5f, %d of %d bytes",
             self._clock.elapsed_s,
             kind,
             len(near.free),
@@ -278,6 +278,7 @@ class Search:
             answer.outcome.value,
             seconds,
             found.cost / self._model.unit_cost if found else float("nan"),
-            found.peak_bytes / self._budget_bytes if found else float("nan"),
+            found.peak_bytes if found else -1,
+            self._budget_bytes,
         )
         return _Round(kind, found, answer.outcome, seconds)

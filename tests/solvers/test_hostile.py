@@ -10,7 +10,7 @@ import time
 import graphs_for_solvers as small
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from checkmate_tf.core.graph import MOST_BYTES, Graph
@@ -87,7 +87,13 @@ def solved(strategy: str, graph: Graph, budget: int, limit_s: float):
     return solution
 
 
+NOTHING_FITS = Graph.build(
+    [0, 0], [0, 0], [(0, 1)], workspace_bytes=[-1, -1], recomputable=[True, False], fixed_bytes=1
+)
+
+
 @given(problems(), st.sampled_from(names()))
+@example((NOTHING_FITS, 0), "auto")
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_numbers_are_survived(problem, strategy):
     graph, budget = problem
