@@ -32,6 +32,17 @@ def search(path, largest, most=None):
     return largest_that(fits, below=1000, guess=30, between=kept.bracket(1000)), tried
 
 
+def test_a_size_that_fits_no_longer_once_it_is_run_is_refused(tmp_path):
+    kept = BatchTrials(tmp_path / "sizes.json", STEP)
+    kept.add(trial(20, True, confirmed=True), {"batch_size": 20})
+    kept.add(trial(30, True, confirmed=True), {"batch_size": 30})
+    kept.take_back({"batch_size": 20})
+    for known in (kept, BatchTrials(tmp_path / "sizes.json", STEP)):
+        assert known.refused(30)
+        assert not known.refused(20)
+        assert known.found == {"batch_size": 20}
+
+
 @pytest.mark.parametrize("largest", [10, 52])
 def test_an_interrupted_search_goes_on_where_it_was(tmp_path, largest):
     path = tmp_path / "sizes.json"

@@ -180,10 +180,16 @@ class _Finder:
             variant = profiled.variant(candidate.chosen)
             return variant.replay(candidate, variant.profile.op_graph, variant.profile.costs, self.budget_bytes)
 
+        before = dict(self.kept.found)
         fits = self._try(profiled, size, again, plan, confirmed=True)
-        if fits and measure:
+        if not (fits and measure):
+            return fits
+        try:
             self._measure(profiled, data)
-        return fits
+        except NoScheduleFound:  # in memory as it is where the step runs, it takes more
+            self.kept.take_back(before)
+            return False
+        return True
 
     def result(self) -> MaxBatchSize:
         """What was found."""

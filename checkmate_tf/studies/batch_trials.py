@@ -51,6 +51,12 @@ class BatchTrials:
             self.found = dict(found)
         self.save()
 
+    def take_back(self, found: Mapping[str, Any]) -> None:
+        """The last size does not fit after all, and what was known before it is all that is."""
+        self.trials[-1] = dataclasses.replace(self.trials[-1], fits=False)
+        self.found = dict(found)
+        self.save()
+
     def save(self) -> None:
         """Writes the file, if there is one."""
         if self._path is None:

@@ -13,8 +13,8 @@ from keras_models import CLASSES, compiled, images, sequential
 
 import checkmate_tf
 from checkmate_tf.core.scaling import BatchScaling
-from checkmate_tf.errors import FileError, ModelError, OptionError
-from checkmate_tf.keras import batch
+from checkmate_tf.errors import FileError, ModelError, NoScheduleFound, OptionError
+from checkmate_tf.keras import batch, max_batch
 from checkmate_tf.keras.train_step import on_profiled
 from checkmate_tf.step.pipeline import Settings
 
@@ -83,6 +83,24 @@ def test_the_largest_batch_is_run_and_the_model_left_as_it_was(cached, tmp_path)
     assert dataclasses.replace(again, phases_s=found.phases_s) == found, "nothing was tried twice"
     with pytest.raises(FileError, match="max_overhead was None and is 1.1"):
         checkmate_tf.max_batch_size(model, budget, tuple(described), max_overhead=1.1, **asked)
+
+
+def test_a_batch_that_finds_no_plan_where_it_runs_is_not_the_largest(cached, monkeypatch, tmp_path):
+    measure, refused = max_batch._Finder._measure, []
+
+    def first_refused(self, profiled, data):
+        if not refused:
+            refused.append(batch.rows(data))
+            raise NoScheduleFound("no place for it")
+        measure(self, profiled, data)
+
+    monkeypatch.setattr(max_batch._Finder, "_measure", first_refused)
+    asked = {"time_limit_s": 1.0, "path": tmp_path / "sizes.json", **cached}
+    described = tuple(batch.spec_of([tf.convert_to_tensor(part) for part in images(BATCH)]))
+    found = checkmate_tf.max_batch_size(compiled(sequential(depth=1)), "24MiB", described, measure=True, **asked)
+    assert found.batch_size < refused[0]
+    assert found.measured_peak_bytes <= found.budget_bytes
+    assert [trial.fits for trial in found.trials if trial.confirmed and trial.batch_size == refused[0]] == [False]
 
 
 @pytest.mark.slow
