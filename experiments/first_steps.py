@@ -346,7 +346,7 @@ def planned(name: str, budget_bytes: int, cache_dir: str) -> dict:
             within = checkmate_tf.function(made, budget_bytes, input_spec=spec, **options)
         found = measured(within.train_on_batch if is_model else within, arguments)
     except CheckmateError as error:
-        return {"refused": str(error)}
+        return {"error": str(error)}
     report = checkmate_tf.report(within) if is_model else within.report()
     return found | {
         "above": sum(peak > budget_bytes for peak in found["peaks_bytes"]),
