@@ -327,21 +327,22 @@ class PlannedStep:
     def _not_kept(self) -> NoScheduleFound:
         """The error for a budget that no plan kept when it ran."""
         planner = (self._whole or self)._profiled.planner
+        drawn_bytes = self._profiled.memory.drawn_bytes
         if self._refusal is None:
             smallest_bytes = planner.not_found(self._most_bytes).best_peak_bytes
             if smallest_bytes is not None:
                 smallest_bytes += self.budget_bytes - self._most_bytes  # what was not foreseen
             else:  # none was found in memory as it is now
                 measured = [peak for peak in self._trial_peaks if peak is not None]
-                least_bytes = min(measured, default=0) + self._profiled.memory.drawn_bytes
+                least_bytes = min(measured, default=0) + drawn_bytes
                 smallest_bytes = round(MINIMUM_MARGIN * least_bytes) or None
             predicted = ""
         else:
             measured_bytes = self._trial_peaks[-1]
-            least_bytes = (measured_bytes or 0) + self._profiled.memory.drawn_bytes
-            smallest_bytes = round(MINIMUM_MARGIN * least_bytes) if measured_bytes else self._most_bytes
+            smallest_bytes = self._most_bytes
+            if measured_bytes is not None:
+                smallest_bytes = round(MINIMUM_MARGIN * (measured_bytes + drawn_bytes))
             predicted = f" (predicted: {_shown(self.candidate.peak_bytes)})"
-        drawn_bytes = self._profiled.memory.drawn_bytes
         drawn = f", and {_shown(drawn_bytes)} are kept free for a batch that a pipeline draws" if drawn_bytes else ""
         return NoScheduleFound(
             f"no plan was found that keeps {_shown(self.budget_bytes)} when it runs: in trials the step took "
