@@ -77,9 +77,9 @@ class Mechanism:
 
 MECHANISMS = {
     "guard blocks": Mechanism(
-        "no partition of free memory is drawn, so that plans are tried in undivided memory only",
-        seam=(partitions, "_drawn"),
-        replacement=lambda _: iter(()),
+        "plans are tried in undivided memory only",
+        seam=(partitions.Placer, "_partitions"),
+        replacement=lambda *_: iter([()]),
         watched=(guard_blocks, "allocator_peak"),
         acts=lambda _peak, _memory, _device, partition, *_: bool(partition),
     ),

@@ -65,11 +65,11 @@ def test_there_are_no_slots_while_they_are_off():
 def test_guard_blocks_and_maps_of_memory_are_gone_while_they_are_off():
     partitions, out_of_memory = ablation.partitions, ablation.out_of_memory
     with ablation.switched_off("guard blocks"):
-        assert list(partitions._drawn(None)) == []
+        assert list(partitions.Placer._partitions(None, None, 0, (MIB,))) == [()]
     with ablation.switched_off("out-of-memory prediction"):
         out_of_memory.learn("CPU:0")
         assert "CPU:0" not in out_of_memory._maps
-    assert partitions._drawn.__module__ == partitions.__name__
+    assert partitions.Placer._partitions.__module__ == partitions.__name__
     assert out_of_memory.learn.__module__ == out_of_memory.__name__
 
 

@@ -95,6 +95,7 @@ SCHEMAS = {
         "compile_s trials",
         settings="steps warm_up jit_compile",
     ),
+    "first_steps": Schema(("case", "budget"), "peaks_bytes step_s", settings="steps minimum_factor"),
     "peers": Schema(
         ("case", "peer"),
         "plain_peak_bytes peer_peak_bytes peer_time_ratio peer_gradient_error peer_statistics_error",
@@ -218,6 +219,14 @@ def test_largest_batches_keep_cap_and_bound(results):
         if row["batch_size"] is not None:
             assert row["overhead"] <= row["max_overhead"] * _ALMOST
             assert row["batch_size"] <= row["no_batch_above"]
+
+
+def test_no_step_is_above_its_budget_from_the_first_one_on(results):
+    planned = [row for row in results["first_steps"]["rows"] if row["budget"] != "plain" and "error" not in row]
+    assert planned
+    for row in planned:
+        assert max(row["peaks_bytes"]) <= row["budget_bytes"]
+        assert len(row["peaks_bytes"]) == results["first_steps"]["settings"]["steps"]
 
 
 def test_no_strategy_beats_auto_on_the_largest_batch(results):

@@ -188,7 +188,7 @@ def test_a_plan_is_replayed_in_other_sizes():
     ]
     assert replayed(twice, needed - 1) is None
     assert not found.partition
-    divided = replayed(twice, needed, undivided_bytes=1)
+    divided = replayed(twice, needed + MIB // 2, undivided_bytes=MIB)  # guard blocks need room, too
     assert divided.peak_bytes == needed
     assert divided.partition
     other = dataclasses.replace(twice, names=("another", *twice.names[1:]))
@@ -327,20 +327,20 @@ def test_a_plan_whose_small_tensors_do_not_count_still_keeps_the_budget_in_every
 
 
 def test_memory_is_divided_where_that_keeps_a_budget():
-    """The allocator adds an eighth unless two parts are as large as tensors."""
+    """The allocator adds an eighth unless there are parts for the tensors that are held at the peak."""
 
     def report(memory, partition=(), *_):
-        return memory.peak_bytes + BASE + (0 if partition == (MIB, MIB) else memory.peak_bytes // 8)
+        return memory.peak_bytes + BASE + (0 if sum(partition) >= memory.peak_bytes else memory.peak_bytes // 8)
 
     graph = training_step()
     plans = Planner(graph, unit_costs(graph), base_bytes=BASE, allocator_peak=report)
     tensors = plans.tensor_peak(plans.store_all())
     assert plans.plan(2 * tensors, time_limit_s=2).partition == ()
-    found = plans.plan(tensors, time_limit_s=2)
-    assert found.partition == (MIB, MIB)
+    found = plans.plan(tensors + MIB // 4, time_limit_s=2)  # guard blocks need room, too
+    assert sum(found.partition) == found.memory.peak_bytes
     assert not found.plan.recomputed()
     smallest = plans.minimum()
-    assert smallest.partition == (MIB, MIB)
+    assert sum(smallest.partition) == smallest.memory.peak_bytes
     assert smallest.peak_bytes < 1.03 * plans.tensor_peak(smallest)
 
 

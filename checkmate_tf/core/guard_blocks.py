@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from checkmate_tf.core.allocator import AllocatorConfig, BfcAllocator
+import numpy as np
+
+from checkmate_tf.core.allocator import UNIT_BYTES, AllocatorConfig, BfcAllocator, Playback
 
 Block = TypeVar("Block")
 UNLIMITED_BYTES = 1 << 44
 _GUARD_BLOCK = 1 / 512  # of its part
-_MOST_TRIES, _MOST_FILL_BYTES = 64, 128 << 20  # for one guard block; more than that is no gap between tensors
+_OVERSIZED = 1.01  # times what was asked for
+_MOST_TRIES, _MOST_FILL_BYTES = 4096, 128 << 20  # for one guard block; more than that is no gap between tensors
 
 
 def divided(partition: Sequence[int], uncounted_below_bytes: int = 0) -> BfcAllocator:
@@ -29,6 +32,24 @@ def divided(partition: Sequence[int], uncounted_below_bytes: int = 0) -> BfcAllo
     return allocator
 
 
+def oversized(buffer: np.ndarray, nbytes: np.ndarray, played: Playback) -> list[int]:
+    """Sizes in bytes of the requests that hold a larger chunk than they asked for when most memory is in use.
+
+    Args:
+        buffer: int (events,). As for `allocator.play`.
+        nbytes: int (events,). As for `allocator.play`.
+        played: What came of it.
+    """
+    events = 1 + played.peak_index
+    got_bytes = np.diff(played.in_use_bytes[:events], prepend=played.start_bytes)
+    _, last = np.unique(buffer[:events][::-1], return_index=True)
+    last = events - 1 - last
+    asked_bytes = nbytes[last]
+    found = (asked_bytes > 0) & (got_bytes[last] > _OVERSIZED * asked_bytes + UNIT_BYTES)
+    sizes: list[int] = asked_bytes[found].tolist()
+    return sizes
+
+
 def divide(
     partition: Sequence[int],
     uncounted_below_bytes: int,
@@ -44,7 +65,7 @@ def divide(
         uncounted_below_bytes: As in `AllocatorConfig`.
         allocate: Gives a block for a request of so many bytes, or None where memory runs out.
         free: Gives one back.
-        lies_behind: Called as (block, part, size of the part): whether a block lies close behind a part.
+        lies_behind: Called as (block, part, size of the part): whether a block lies just behind a part.
         room_bytes: That may be allocated at once. Parts that nothing else would be left for get no guard block.
 
     Returns:
@@ -119,8 +140,12 @@ def _guard_block(
 
 
 def lies_behind(address: int, part: int, nbytes: int) -> bool:
-    """Whether a block lies close behind a part of memory, which may have got up to twice the `nbytes` asked for."""
-    return 0 < address - part <= 2 * nbytes
+    """Whether a block lies just behind a part of memory of so many bytes.
+
+    It does not where the part got a larger chunk whole: what is behind that is in use. A block farther away may
+    lie in what was set aside for a batch.
+    """
+    return address - part == -(-nbytes // UNIT_BYTES) * UNIT_BYTES
 
 
 def guard_block_bytes(part_bytes: int, uncounted_below_bytes: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from checkmate_tf.core import guard_blocks
@@ -43,8 +44,7 @@ def allocator_peak(
     """
     if _is_beyond_limit(memory.peak_bytes, device):
         return None
-    counted = memory.large_events(devices.uncounted_below_bytes(device))  # the others are in another allocator
-    events = memory.event_buffer[counted], memory.event_bytes[counted]
+    events = _counted_events(memory, device)
     if _is_beyond_limit(sum(partition), device):
         return None
     foreseen = out_of_memory.foreseen_peak(*events, device, partition, disturbing_bytes, most_bytes)
@@ -74,6 +74,32 @@ def allocator_peak(
             break
     del guard_blocks
     return worst
+
+
+def oversized(memory: Memory, device: str, partition: Sequence[int]) -> list[int]:
+    """Sizes in bytes of the requests of a simulated plan that hold more than they asked for at its peak.
+
+    Args:
+        memory: The plan's simulation.
+        device: Device that will run it.
+        partition: How free memory is divided meanwhile, as for `divide`.
+
+    Returns:
+        None of them where memory may run out: that is not tried.
+    """
+    buffer, nbytes = _counted_events(memory, device)
+    if _is_beyond_limit(memory.peak_bytes + sum(partition), device):
+        return []
+    held = divide(partition, device)
+    played = replay_allocations(buffer, nbytes, device=device)
+    del held
+    return guard_blocks.oversized(buffer, nbytes, played)
+
+
+def _counted_events(memory: Memory, device: str) -> tuple[np.ndarray, np.ndarray]:
+    """Buffers and sizes of what the device's allocator is asked for: small tensors are in another one."""
+    counted = memory.large_events(devices.uncounted_below_bytes(device))
+    return memory.event_buffer[counted], memory.event_bytes[counted]
 
 
 def divide(partition: Sequence[int], device: str, most_bytes: int | None = None) -> list[tf.Tensor]:

@@ -34,20 +34,21 @@ class Lease:
     def moved(self) -> None:
         """Variables lie elsewhere from now on, and nobody's guard blocks fit."""
         self.moves += 1
-        self._give_up()
+        self.take_back()
 
     def take(self, holder: Holder) -> None:
         """Hands the lease to a step."""
         if not self.is_held_by(holder):
-            self._give_up()
+            self.take_back()
             self._holder = weakref.ref(holder)
 
     def is_held_by(self, holder: Holder) -> bool:
         """Whether a step has the lease."""
         return self._holder() is holder
 
-    def _give_up(self) -> None:
-        other = self._holder()
+    def take_back(self) -> None:
+        """Leaves the lease to nobody: memory is undivided until a step takes it."""
+        other, self._holder = self._holder(), _nobody
         if other is not None:
             other.give_up()
 

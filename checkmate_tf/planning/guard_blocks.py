@@ -1,20 +1,21 @@
 """Finds guard blocks with which the allocator keeps a plan within its budget; see `device_memory.guard_blocks`.
 
-Which division suits a plan is found by trial, some milliseconds each. What suited one plan of a step often suits its
-others, so that is tried first; then mostly equal parts, as large as one of the plan's large tensors, that fill some
-share of its memory, and now and then parts as large as several of them in a random order.
+The allocator gives a request that finds no free chunk of its size a larger one, and all of that where it is less than
+twice as large. So a plan is played, memory is given a part for each request that holds more at the peak than it asked
+for, and the plan is played again, until none does: without a device first, on memory in one piece, then in the device's
+own. It begins without parts, and with those of all that the plan holds at its peak.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from checkmate_tf.core.allocator import play
+from checkmate_tf.core.guard_blocks import divided, oversized
 from checkmate_tf.core.simulate import Memory
 from checkmate_tf.core.solver import Clock
 from checkmate_tf.planning.evaluated_plan import NEVER
@@ -22,18 +23,21 @@ from checkmate_tf.planning.evaluated_plan import NEVER
 STATES = 3  # states of the allocator in which a plan must keep the budget
 
 Partition = tuple[int, ...]
-AllocatorPeak = Callable[..., int | None]  # as `ProfiledStep.allocator_peak`
+AllocatorPeak = Callable[..., int | None]  # as `StepMemory.allocator_peak`
+Oversized = Callable[[Memory, Partition], list[int]]  # as `StepMemory.oversized`
 
-_TRIES, _LIMIT_S = 160, 0.5  # for one plan
-_MOST_KNOWN = 12  # partitions that were good for other plans
-_LARGE = 1 / 40  # of a plan's peak
-MOST_PARTS = 64
-_MOST_SIZES = 6  # of large tensors
-_FILLED = 0.5, 0.75, 0.25, 1.0, 0.6, 0.4, 0.9, 0.1  # of a plan's peak, by equal parts
-_EQUAL_PARTS = 4  # all but each fourth try has equal parts
+_LIMIT_S = 1.0  # for one plan
+_LARGE = 1 / 4000  # of a plan's peak: smaller tensors have no parts of their own
+MOST_PARTS = 512
+_MOST_REPAIRS = 24
 _MOST_WAITED_S = 60.0  # on top of the time limit of a search
 _WAITED_S = 5.0  # an answer that takes that long is one of an allocator that has waited for memory
 _SMALL = 2**-13  # of a plan's peak: tensors below that hardly matter to where the others lie
+
+
+def none_known(*_: object) -> list[int]:
+    """As `Oversized`, of an allocator that does not tell."""
+    return []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +101,15 @@ class Placer:
             simulated plan on the allocator, in a partition, in its present state or in that and ones that are
             disturbed, until it takes enough; returns the highest peak that the allocator would report, everything
             included, or None where the memory runs out.
+        oversized: Called as `(memory, partition)`: plays a plan in its present state; returns the sizes of the requests
+            that hold more than they asked for at the peak.
+        uncounted_below_bytes: As in `AllocatorConfig`.
     """
 
-    def __init__(self, allocator_peak: Waiting):
+    def __init__(self, allocator_peak: Waiting, oversized: Oversized, uncounted_below_bytes: int = 0):
         self._allocator_peak = allocator_peak
-        self._known: collections.deque[Partition] = collections.deque(maxlen=_MOST_KNOWN)
+        self._oversized = oversized
+        self._uncounted_below_bytes = uncounted_below_bytes
 
     def place(self, memory: Memory, budget_bytes: int, tensor_bytes: int, first: Partition = ()) -> Placement:
         """The first partition found in which a plan keeps a budget in all states, or else the best one found.
@@ -119,16 +127,14 @@ class Placer:
         clock = self._allocator_peak.clock(_LIMIT_S)
         sketch = _sketch(memory)
         missing_bytes = memory.most_counted_bytes(0) - sketch.most_counted_bytes(0)
-        for partition in self._partitions(memory, first):
+        room_bytes = budget_bytes - tensor_bytes
+        for partition in self._partitions(sketch, room_bytes, first):
             peak = self._worst(sketch, partition, best.peak_bytes - missing_bytes)
             if peak + missing_bytes < best.peak_bytes:
                 peak = self._worst(memory, partition, best.peak_bytes)
                 if peak < best.peak_bytes:
                     best = Placement(partition, peak)
-            if best.peak_bytes <= budget_bytes:
-                self.remember(best.partition)
-                break
-            if not clock.left_s:
+            if best.peak_bytes <= budget_bytes or not clock.left_s:
                 break
         return best
 
@@ -137,41 +143,61 @@ class Placer:
         peak = self._allocator_peak(memory, partition, STATES, enough)
         return NEVER if peak is None else peak
 
-    def remember(self, partition: Partition) -> None:
-        """Tries a partition first from now on."""
-        if partition:
-            if partition in self._known:
-                self._known.remove(partition)
-            self._known.appendleft(partition)
+    def _partitions(self, memory: Memory, room_bytes: int, first: Partition) -> Iterator[Partition]:
+        """The first one, none, those that take no more than the room in one piece of memory, and more for the device's.
 
-    def _partitions(self, memory: Memory, first: Partition) -> Iterator[Partition]:
-        """Each once."""
-        tried = set()
-        for partition in itertools.chain((first, ()), tuple(self._known), _drawn(memory)):
-            if partition not in tried:
-                tried.add(partition)
-                yield partition
+        Each is tried before the next one is asked for.
+        """
+        yield first
+        if first:
+            yield ()
+        enough_bytes = memory.most_counted_bytes(self._uncounted_below_bytes) + room_bytes
+        least_bytes = max(self._uncounted_below_bytes, int(_LARGE * memory.peak_bytes))
+        taken_bytes: dict[Partition, int] = {}
+
+        def in_one_piece(partition: Partition) -> list[int]:
+            allocator = divided(partition, self._uncounted_below_bytes)
+            played = play(allocator, memory.event_buffer, memory.event_bytes)
+            taken_bytes[partition] = played.peak_bytes
+            return oversized(memory.event_buffer, memory.event_bytes, played)
+
+        for begun in ((), _held_at_peak(memory, least_bytes)):
+            for partition in _repaired(begun, in_one_piece, least_bytes):
+                if partition and taken_bytes[partition] <= enough_bytes:
+                    yield partition
+        best = min(taken_bytes, key=lambda partition: taken_bytes[partition])
+        yield from _repaired(best, lambda partition: self._oversized(memory, partition), least_bytes)
+
+
+def _repaired(
+    partition: Partition, oversized_in: Callable[[Partition], list[int]], least_bytes: int
+) -> Iterator[Partition]:
+    """A partition, and then each with parts for what got too much in the one before.
+
+    Args:
+        partition: The first.
+        oversized_in: Gives the sizes of the requests that hold more than they asked for, in a partition.
+        least_bytes: Smaller ones have no parts.
+    """
+    for _ in range(1 + _MOST_REPAIRS):
+        more = [size for size in oversized_in(partition) if size >= least_bytes]
+        yield partition
+        if not more:
+            return
+        partition = tuple(sorted((*partition, *more), reverse=True))
+        if len(partition) > MOST_PARTS:
+            return
+
+
+def _held_at_peak(memory: Memory, least_bytes: int) -> Partition:
+    """Sizes of what a plan holds when it holds most, the largest first."""
+    until = 1 + int(np.cumsum(memory.event_bytes).argmax()) if len(memory.event_bytes) else 0
+    _, last = np.unique(memory.event_buffer[:until][::-1], return_index=True)
+    sizes = memory.event_bytes[until - 1 - last]
+    return tuple(sorted(sizes[sizes >= max(1, least_bytes)].tolist(), reverse=True)[:MOST_PARTS])
 
 
 def _sketch(memory: Memory) -> Memory:
     """The same without small tensors: most events of a step are theirs, and each takes as long as a large one's."""
     large = memory.large_events(int(_SMALL * memory.peak_bytes))
     return memory.with_events(large)
-
-
-def _drawn(memory: Memory) -> Iterator[Partition]:
-    """Partitions of parts as large as tensors."""
-    nbytes = memory.event_bytes[memory.event_bytes > _LARGE * memory.peak_bytes]
-    sizes, counts = np.unique(nbytes, return_counts=True)
-    sizes = sizes[np.argsort(-sizes * counts)][:_MOST_SIZES]
-    if not len(sizes):
-        return
-    rng = np.random.default_rng(0)
-    equal = ((size,) * round(share * memory.peak_bytes / size) for share in _FILLED for size in sizes.tolist())
-    for k in range(1, 1 + _TRIES):
-        partition = next(equal, ()) if k % _EQUAL_PARTS else ()
-        if not partition:
-            parts = rng.choice(sizes, MOST_PARTS)
-            end = rng.uniform(0.2, 1.0) * memory.peak_bytes
-            partition = tuple(parts[: 1 + np.searchsorted(np.cumsum(parts), end)].tolist())
-        yield partition

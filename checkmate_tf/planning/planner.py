@@ -25,7 +25,7 @@ from checkmate_tf.core.solver import Clock
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planning import advice
 from checkmate_tf.planning.evaluated_plan import NEVER, EvaluatedPlan, cheapest
-from checkmate_tf.planning.guard_blocks import STATES, AllocatorPeak, Placement, Placer, Waiting
+from checkmate_tf.planning.guard_blocks import STATES, AllocatorPeak, Oversized, Placement, Placer, Waiting, none_known
 from checkmate_tf.planning.schedule_cache import Entry
 from checkmate_tf.planning.search import MOST_NEIGHBOURS, Order, Search
 from checkmate_tf.planning.verification import verify
@@ -55,6 +55,7 @@ class Planner:
         costs: Its measured costs.
         base_bytes: What the device holds before the step: its variables, the batch, and what is not the step's.
         allocator_peak: As for `Placer`.
+        oversized: As for `Placer`; by default nothing is.
         uncounted_below_bytes: Smaller requests are in no statistics of the allocator.
         limit_bytes: Most that the device hands out, or None where that is not known.
         strategy: Name of the solver.
@@ -75,6 +76,7 @@ class Planner:
         *,
         base_bytes: int,
         allocator_peak: AllocatorPeak,
+        oversized: Oversized = none_known,
         uncounted_below_bytes: int = 0,
         limit_bytes: int | None = None,
         strategy: str = "auto",
@@ -87,7 +89,7 @@ class Planner:
         self._op_graph = op_graph
         self._costs = costs
         self._allocator_peak = Waiting(allocator_peak)
-        self._placer = Placer(self._allocator_peak)
+        self._placer = Placer(self._allocator_peak, oversized, uncounted_below_bytes)
         self._uncounted_below_bytes = uncounted_below_bytes
         self._limit_bytes = np.inf if limit_bytes is None else limit_bytes
         self._placements: dict[tuple[Memory, int], Placement] = {}
@@ -110,8 +112,6 @@ class Planner:
                 uncounted_below_bytes=uncounted_below_bytes,
             )
             self.orders.append(order)
-            for entry in order.kept:
-                self._placer.remember(entry.partition)
 
     def clock(self, time_limit_s: float) -> Clock:
         """For what is sought within a time; waits of an allocator that has run out of memory come on top."""

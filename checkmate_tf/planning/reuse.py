@@ -12,7 +12,7 @@ from checkmate_tf.core.simulate import simulate
 from checkmate_tf.core.validate import validate
 from checkmate_tf.errors import GraphError
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
-from checkmate_tf.planning.guard_blocks import AllocatorPeak, Placer, Waiting
+from checkmate_tf.planning.guard_blocks import AllocatorPeak, Oversized, Placer, Waiting, none_known
 from checkmate_tf.planning.verification import verify
 
 
@@ -24,6 +24,7 @@ def replay(
     *,
     base_bytes: int,
     allocator_peak: AllocatorPeak,
+    oversized: Oversized = none_known,
     uncounted_below_bytes: int = 0,
 ) -> EvaluatedPlan | None:
     """The same ops in the same order, if that keeps the budget in every state of the allocator.
@@ -35,6 +36,7 @@ def replay(
         budget_bytes: Everything included.
         base_bytes: What the device holds before the step.
         allocator_peak: As for `Planner`.
+        oversized: As for `Planner`.
         uncounted_below_bytes: As for `Planner`.
 
     Returns:
@@ -49,7 +51,7 @@ def replay(
     ordered, ordered_costs = permute(op_graph, costs, order)
     plan = compile_plan(ordered, candidate.plan.ops)
     memory = simulate(ordered, plan, ordered_costs.workspace_bytes, ordered_costs.requests)
-    placer = Placer(Waiting(allocator_peak))
+    placer = Placer(Waiting(allocator_peak), oversized, uncounted_below_bytes)
     placement = placer.place(memory, budget_bytes, base_bytes + memory.most_counted_bytes(uncounted_below_bytes))
     placed = dataclasses.replace(
         candidate,

@@ -195,6 +195,7 @@ class ProfiledStep:
             costs,
             base_bytes=memory.base_bytes + more_bytes,
             allocator_peak=functools.partial(memory.allocator_peak, more_bytes=more_bytes),
+            oversized=memory.oversized,
             uncounted_below_bytes=memory.uncounted_below_bytes,
             limit_bytes=memory.limit_bytes,
             strategy=strategy,
@@ -224,6 +225,7 @@ class ProfiledStep:
             budget_bytes,
             base_bytes=self.memory.base_bytes + more_bytes,
             allocator_peak=functools.partial(self.memory.allocator_peak, more_bytes=more_bytes),
+            oversized=self.memory.oversized,
             uncounted_below_bytes=self.memory.uncounted_below_bytes,
         )
 

@@ -271,6 +271,7 @@ class PlannedStep:
             return
         if not self._has_trained:
             self._placed.take_slots(batch, can_move=can_move)
+            self._lease.take(self)  # nobody has it once variables have moved
         if not self._find_plan_for_now():
             if not self._has_trained:
                 raise self._refusal or self._profiled.planner.not_found(self.budget_bytes)

@@ -31,7 +31,7 @@ CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops; 
 _BUILD_BYTES = 32 << 10  # what is made between planning and the first run: the function's own tensors
 _MORE_SMALL, _LEAST_SCALARS = 1.25, 16  # times those that the unmodified step has at once: a plan may have more
 _SMALL_BYTES = 64 << 10  # tensors of up to that have slots
-_SLOTS = 0.005  # of the tensors of the step that recomputes nothing: what the blocks between slots may take, twice
+_SLOTS = 0.01  # of the tensors of the step that recomputes nothing: what the blocks between slots may take, twice
 _LEAST_SLOTS_BYTES = 32 << 10  # which they may take in any case: in a step of a few MiB a stray tensor weighs more
 
 
@@ -107,7 +107,11 @@ class StepMemory:
 
     @functools.cached_property
     def base_bytes(self) -> int:
-        """What the device holds before the step: its variables, the batch, and what is not the step's."""
+        """What the device holds before the step: its variables, the batch, and what is not the step's.
+
+        The guard blocks of another step, which will be gone when this one runs, are not among it.
+        """
+        lease(self.device).take_back()
         gc.collect()
         return devices.in_use_bytes(self.device)
 
@@ -137,6 +141,17 @@ class StepMemory:
         most = None if self.most_bytes is None else self.most_bytes - beside_bytes
         peak = guard_blocks.allocator_peak(memory, self.device, partition, disturbing, enough, most)
         return None if peak is None else peak + beside_bytes
+
+    def oversized(self, memory: Memory, partition: Sequence[int]) -> list[int]:
+        """Sizes in bytes of the requests of a simulated plan that hold more than they asked for at its peak.
+
+        None are known where training goes on, when plans are not played.
+
+        Args:
+            memory: The plan's simulation.
+            partition: How free memory is divided, as for `guard_blocks.divide`.
+        """
+        return [] if self.most_bytes is not None else guard_blocks.oversized(memory, self.device, partition)
 
     def foresee(self) -> None:
         """Learns where the device's free memory lies, to see what plans would take without playing them there.

@@ -30,6 +30,17 @@ def test_a_step_gives_up_its_guard_blocks_once_variables_have_moved():
     shared.take(step)
     shared.moved()
     assert (shared.moves, step.given_up) == (1, 1)
+    assert not shared.is_held_by(step), "it places them anew"
+
+
+def test_guard_blocks_are_gone_while_nobody_has_the_lease():
+    shared, step = Lease(), Step()
+    for _ in range(2):
+        shared.take(step)
+        shared.take_back()
+        shared.take_back()
+        assert not shared.is_held_by(step)
+    assert (shared.moves, step.given_up) == (0, 2)
 
 
 def test_a_step_that_is_gone_is_not_asked():

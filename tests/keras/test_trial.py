@@ -20,6 +20,7 @@ from checkmate_tf.errors import NoScheduleFound
 from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.lowering import effects
 from checkmate_tf.lowering.trace import trace
+from checkmate_tf.step.placed_plan import PlacedPlan
 from checkmate_tf.step.planned_step import PlannedStep
 from checkmate_tf.step.step_memory import StepMemory
 from checkmate_tf.step.trial import Outcome
@@ -130,6 +131,21 @@ def too_much(monkeypatch, times, more_bytes=4 << 20):
 
     monkeypatch.setattr(devices, "peak_bytes", peak)
     return seen
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_steps_go_on_in_memory_that_is_divided_as_it_was_in_the_trial(options, monkeypatch, at_once):
+    """The step has moved the variables, which takes the lease from whoever has it, before it looked for this plan."""
+    sought, divided_again = [], []
+    find = PlacedPlan.find
+    monkeypatch.setattr(PlacedPlan, "find", lambda *args, **named: sought.append(find(*args, **named)) or sought[-1])
+    monkeypatch.setattr(PlacedPlan, "divide_again", lambda plan: divided_again.append(plan) or True)
+    model = built()
+    x, y = images(BATCH)
+    checkmate_tf.compile(model, "1GiB", input_spec=spec_of(x, y) if at_once else None, **options)
+    for _ in range(3):
+        model.train_on_batch(x, y)
+    assert (sought, divided_again) == ([True], [])
 
 
 @pytest.mark.alone
