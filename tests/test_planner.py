@@ -89,6 +89,15 @@ def test_a_budget_below_all_schedules_is_refused_with_the_least_that_is_known(re
     assert candidate.peak_bytes <= error.minimum_bytes, "the budget that the message names can be met"
 
 
+@pytest.mark.parametrize(("others_bytes", "says"), [(0, False), (MIB // 2, False), (2 * MIB, True)])
+def test_what_is_proven_only_while_others_hold_memory_says_so(others_bytes, says):
+    """Data that a pipeline held was gone when steps ran, and they took less than was called proven."""
+    plans = planner(REPORTS["exact"], weights_bytes=BASE - others_bytes)
+    with pytest.raises(InfeasibleBudget) as caught:
+        plans.plan(plans.needed_bytes - MIB, time_limit_s=2)
+    assert ("as long as others hold 2.00 MiB of it" in str(caught.value)) == says
+
+
 def test_a_budget_that_only_the_allocator_breaks_is_not_called_proven():
     plans = planner(lambda nbytes: nbytes + 64 * MIB)
     with pytest.raises(NoScheduleFound, match="no schedule within") as caught:

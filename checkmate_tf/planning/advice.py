@@ -34,6 +34,11 @@ class Before(NamedTuple):
     """The step's variables: weights, optimizer slots, metrics."""
     batch_bytes: int
 
+    @property
+    def others_bytes(self) -> int:
+        """What is not the step's, such as other models, or data that a pipeline holds: it may go."""
+        return max(0, self.base_bytes - self.weights_bytes - self.batch_bytes)
+
 
 def at_peak(
     smallest: EvaluatedPlan, before: Before, layers: Container[str] = (), *, uncounted_below_bytes: int = 0
@@ -47,8 +52,9 @@ def at_peak(
         uncounted_below_bytes: Smaller tensors are in no peak.
     """
     graph, memory, step = smallest.op_graph, smallest.memory, smallest.memory.peak_step
-    others_bytes = max(0, before.base_bytes - before.weights_bytes - before.batch_bytes)
-    parts = collections.Counter({_WEIGHTS: before.weights_bytes, _BATCH: before.batch_bytes, _OTHERS: others_bytes})
+    parts = collections.Counter(
+        {_WEIGHTS: before.weights_bytes, _BATCH: before.batch_bytes, _OTHERS: before.others_bytes}
+    )
     places: collections.Counter[str] = collections.Counter()
     fixed, place = _of_fixed_size(smallest), Places(graph, layers)
     for tensor, nbytes in _held(smallest, step).items():

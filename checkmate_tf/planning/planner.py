@@ -473,10 +473,13 @@ class Planner:
         """The error for a budget that no schedule of any kind can meet."""
         self.forget_peaks()
         smallest = self._smallest(self._placed_small(self._small(limit_s, own=False)))
+        others_bytes = self._before.others_bytes
+        holds_without = self.needed_bytes - others_bytes > budget_bytes
+        while_held = "" if holds_without else f" (as long as others hold {format_bytes(others_bytes)} of it)"
         return InfeasibleBudget(
             f"budget must be at least {format_bytes(self.needed_bytes, round_up=True)} ({self.needed_bytes:,} bytes) "
-            f"for this step, proven: what is held throughout and one op's inputs and outputs take that much; "
-            f"got {format_bytes(budget_bytes)}. {self._hint(smallest)}",
+            f"for this step, proven: what is held throughout{while_held} and one op's inputs and outputs take that "
+            f"much; got {format_bytes(budget_bytes)}. {self._hint(smallest)}",
             minimum_bytes=smallest.peak_bytes,
             bottleneck=smallest.bottleneck,
         )

@@ -98,7 +98,7 @@ def test_a_batch_that_finds_no_plan_where_it_runs_is_not_the_largest(cached, mon
     asked = {"time_limit_s": 1.0, "path": tmp_path / "sizes.json", **cached}
     described = tuple(batch.spec_of([tf.convert_to_tensor(part) for part in images(BATCH)]))
     found = checkmate_tf.max_batch_size(compiled(sequential(depth=1)), "24MiB", described, measure=True, **asked)
-    assert found.batch_size < refused[0]
+    assert found.batch_size != refused[0], "a larger one may run"
     assert found.measured_peak_bytes <= found.budget_bytes
     assert [trial.fits for trial in found.trials if trial.confirmed and trial.batch_size == refused[0]] == [False]
 
