@@ -38,6 +38,25 @@ def measured_table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def first_steps_table(result: dict) -> str:
+    """One row per model and budget: the highest of the first steps' peaks, and what planning them took."""
+    lines = [
+        "| model | plain peak | budget | highest peak | of the budget | step time / plain | predicted overhead | trials "
+        "| trial |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for plain, *planned in by_case(with_plan(result["rows"])):
+        for row in planned:
+            peak, budget = max(row["peaks_bytes"]), row["budget_bytes"]
+            lines.append(
+                f"| {row['case']} | {max(plain['peaks_bytes']) / _MIB:.0f} MiB "
+                f"| {row['budget']} ({budget / _MIB:.0f} MiB) | {peak / _MIB:.0f} MiB | {peak / budget:.3f} "
+                f"| {row['step_s'] / plain['step_s']:.2f} | {row['predicted_overhead']:.3f} | {row['trials']} "
+                f"| {row['phases_s']['trial']:.1f} s |"
+            )
+    return "\n".join(lines)
+
+
 def microbatches_table(result: dict) -> str:
     """Every row of `within_budget.py --microbatches`."""
     lines = [
@@ -336,6 +355,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLES = {
     "glance": (RESULTS / "within_budget.json", glance_table),
     "measured": (RESULTS / "within_budget.json", measured_table),
+    "first steps": (RESULTS / "first_steps.json", first_steps_table),
     "fused": (RESULTS / "within_budget_fused.json", measured_table),
     "split": (RESULTS / "within_budget_split.json", measured_table),
     "microbatches": (RESULTS / "within_budget_microbatches.json", microbatches_table),
