@@ -32,20 +32,24 @@ def divided(partition: Sequence[int], uncounted_below_bytes: int = 0) -> BfcAllo
     return allocator
 
 
-def oversized(buffer: np.ndarray, nbytes: np.ndarray, played: Playback) -> list[int]:
+def oversized(buffer: np.ndarray, nbytes: np.ndarray, played: Playback, uncounted_below_bytes: int = 0) -> list[int]:
     """Sizes in bytes of the requests that hold a larger chunk than they asked for when most memory is in use.
+
+    Those that hold little more are not among them, nor those for which a guard block would take as much.
 
     Args:
         buffer: int (events,). As for `allocator.play`.
         nbytes: int (events,). As for `allocator.play`.
         played: What came of it.
+        uncounted_below_bytes: As in `AllocatorConfig`.
     """
     events = 1 + played.peak_index
     got_bytes = np.diff(played.in_use_bytes[:events], prepend=played.start_bytes)
     _, last = np.unique(buffer[:events][::-1], return_index=True)
     last = events - 1 - last
     asked_bytes = nbytes[last]
-    found = (asked_bytes > 0) & (got_bytes[last] > _OVERSIZED * asked_bytes + UNIT_BYTES)
+    more_bytes = np.maximum((_OVERSIZED - 1) * asked_bytes + UNIT_BYTES, uncounted_below_bytes)
+    found = (asked_bytes > 0) & (got_bytes[last] - asked_bytes > more_bytes)
     sizes: list[int] = asked_bytes[found].tolist()
     return sizes
 

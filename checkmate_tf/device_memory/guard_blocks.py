@@ -93,7 +93,7 @@ def oversized(memory: Memory, device: str, partition: Sequence[int]) -> list[int
     held = divide(partition, device)
     played = replay_allocations(buffer, nbytes, device=device)
     del held
-    return guard_blocks.oversized(buffer, nbytes, played)
+    return guard_blocks.oversized(buffer, nbytes, played, devices.uncounted_below_bytes(device))
 
 
 def _counted_events(memory: Memory, device: str) -> tuple[np.ndarray, np.ndarray]:

@@ -159,7 +159,7 @@ class Placer:
             allocator = divided(partition, self._uncounted_below_bytes)
             played = play(allocator, memory.event_buffer, memory.event_bytes)
             taken_bytes[partition] = played.peak_bytes
-            return oversized(memory.event_buffer, memory.event_bytes, played)
+            return oversized(memory.event_buffer, memory.event_bytes, played, self._uncounted_below_bytes)
 
         for begun in ((), _held_at_peak(memory, least_bytes)):
             for partition in _repaired(begun, in_one_piece, least_bytes):

@@ -27,7 +27,7 @@ from checkmate_tf.planning import advice
 from checkmate_tf.planning.evaluated_plan import NEVER, EvaluatedPlan, cheapest
 from checkmate_tf.planning.guard_blocks import STATES, AllocatorPeak, Oversized, Placement, Placer, Waiting, none_known
 from checkmate_tf.planning.schedule_cache import Entry
-from checkmate_tf.planning.search import MOST_NEIGHBOURS, Order, Search
+from checkmate_tf.planning.search import Order, Search
 from checkmate_tf.planning.verification import verify
 
 _SAME_BUDGET = 0.005  # of a budget; schedules that were found for one this close are as good for another
@@ -37,7 +37,7 @@ _VERIFIED_SHARE = 0.85  # of the time left, as the plan that is found may have t
 _AS_CHEAP = 1.01  # times the cost of a plan that was not confirmed: a known one that takes its place at once
 MINIMUM_LIMIT_S = 20.0
 MINIMUM_MARGIN = 1.02  # times the lowest peak that was found: a budget that is named, in memory that has moved
-_MOST_KEPT = 6  # small plans
+_MOST_SMALL, _MOST_KEPT = 12, 6  # small plans that are tried, and kept
 _ARRANGEMENTS = 3  # of what the device holds, in which they are tried
 _MINIMUM_SHARE = 0.5  # of the time for small plans, for the smallest; the rest goes to cheaper ones near it
 _NEAR_MINIMUM = (1.01, 1.04)  # times the smallest inner budget
@@ -195,7 +195,7 @@ class Planner:
         if not found_s:
             return None
         bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * time_limit_s)
-        return self.known(budget_bytes, bound_limit_s, most_s=_AS_CHEAP * min(found_s))
+        return self.known(budget_bytes, self.clock(time_limit_s), bound_limit_s, most_s=_AS_CHEAP * min(found_s))
 
     def _keep(self, candidate: EvaluatedPlan, budget_bytes: int = 0, time_limit_s: float = 0.0) -> None:
         """Keeps a plan for later searches and runs."""
@@ -243,11 +243,11 @@ class Planner:
                 candidate = sought
             found = self.verified(candidate, budget_bytes, bound_limit_s)
             if found is None:
-                found = self._as_cheap(candidate, budget_bytes, bound_limit_s)
+                found = self._as_cheap(candidate, budget_bytes, clock, bound_limit_s)
             if found is not None:
                 break
             target_bytes -= max(self.placed(candidate, budget_bytes).peak_bytes - budget_bytes, budget_bytes // 200)
-        found = found or self.known(budget_bytes, bound_limit_s) or self.verified(self.unordered(), budget_bytes)
+        found = found or self.known(budget_bytes, clock, bound_limit_s) or self.verified(self.unordered(), budget_bytes)
         if found is None:
             return None
         order = self._order_of(found) if history else None
@@ -256,20 +256,25 @@ class Planner:
 
     def replacement(self, candidate: EvaluatedPlan, budget_bytes: int, *, time_limit_s: float) -> EvaluatedPlan | None:
         """A plan that keeps a budget now, in place of one that does not: a known one if it costs hardly more."""
-        return self._as_cheap(candidate, budget_bytes) or self.search(budget_bytes, time_limit_s=time_limit_s)
+        clock = self.clock(time_limit_s)
+        found = self._as_cheap(candidate, budget_bytes, clock)
+        return found or self.search(budget_bytes, time_limit_s=clock.left_s)
 
     def _as_cheap(
-        self, candidate: EvaluatedPlan, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S
+        self, candidate: EvaluatedPlan, budget_bytes: int, clock: Clock, bound_limit_s: float = _BOUND_LIMIT_S
     ) -> EvaluatedPlan | None:
-        return self.known(budget_bytes, bound_limit_s, most_s=_AS_CHEAP * candidate.time_s)
+        return self.known(budget_bytes, clock, bound_limit_s, most_s=_AS_CHEAP * candidate.time_s)
 
     def known(
-        self, budget_bytes: int, bound_limit_s: float = _BOUND_LIMIT_S, *, most_s: float = np.inf
+        self, budget_bytes: int, clock: Clock, bound_limit_s: float = _BOUND_LIMIT_S, *, most_s: float = np.inf
     ) -> EvaluatedPlan | None:
-        """The cheapest plan of those seen before that is within the budget now and takes at most `most_s`, or None."""
+        """The cheapest plan of those seen before that is within the budget now and takes at most `most_s`, or None.
+
+        The dearer ones are not looked at once the time is out.
+        """
         tried = [(time_s, order, key) for order in self.orders for key, time_s in order.tried.items()]
         for time_s, order, key in sorted(tried, key=lambda entry: entry[0]):
-            if time_s > most_s:
+            if time_s > most_s or not clock.left_s:
                 return None
             candidate = self.evaluate(order, np.frombuffer(key, dtype=np.int64))
             if self._may_keep(candidate, budget_bytes):
@@ -337,7 +342,7 @@ class Planner:
         """
         clock = self.clock(MINIMUM_LIMIT_S / _ARRANGEMENTS)
         placed: list[EvaluatedPlan] = []
-        for candidate in sorted(small, key=self.tensor_peak)[:MOST_NEIGHBOURS]:
+        for candidate in sorted(small, key=self.tensor_peak)[:_MOST_SMALL]:
             placed.append(self.placed(candidate, round(_PLACED_SMALL * self.tensor_peak(candidate))))
             if not clock.left_s:
                 break
@@ -376,7 +381,7 @@ class Planner:
         for order, minimum in zip(self.orders, minima, strict=True):
             if minimum is not None:
                 found.append(self.evaluate(order, minimum.schedule.sequence(), own=minimum.strategy == self._strategy))
-            found += [self.evaluate(order, point.nodes) for point in order.solver.front()[:MOST_NEIGHBOURS]]
+            found += [self.evaluate(order, point.nodes) for point in order.solver.front()[:_MOST_SMALL]]
         return found
 
     def _smallest_within(self, budget_bytes: int, limit_s: float) -> EvaluatedPlan | None:

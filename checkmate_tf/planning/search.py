@@ -18,7 +18,7 @@ from checkmate_tf.core.schedule import SequenceSchedule
 from checkmate_tf.core.solver import Clock
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 from checkmate_tf.planning.schedule_cache import Archive, Entry, joined
-from checkmate_tf.solvers.remote import Point, RemoteSolver
+from checkmate_tf.solvers.remote import RemoteSolver
 
 _log = logging.getLogger(__name__)
 
@@ -27,12 +27,9 @@ _FIRST_SHARE, _FIRST_GAP = 0.3, 0.01  # of a search, for a first look at each or
 _LATER_SHARE, _LAST_GAP = 0.5, 0.003  # of the time left, for each round of adjustment, unless it may be the last
 _LEAST_ROUND_S = 0.2
 _ANSWERS = 1.5  # of the allocator, for which a round leaves time
-_ASK_SHARE = 0.15  # of the time left, for asking the allocator about other schedules than the solver's best
 _PATIENCE = 0.5  # of a search, after which it ends if nothing was found within the budget
 _LEAST_ROUNDS = 2  # of tightening, before that
-_NEIGHBOURS, MOST_NEIGHBOURS = 0.04, 12  # other schedules that are tried: how far around the inner budget, how many
-_AFFORDABLE = 2.0  # times the fastest plan seen: dearer ones are asked about only if nothing else is within the budget
-_BEYOND = 4  # schedules that are tried above the largest that was found to be within the budget
+_AFFORDABLE = 2.0  # times the fastest plan seen: a dearer one is not what a search should end with
 _MOST_ROUNDS = 8  # of tightening or loosening the inner budget
 _MOST_EXCESS = 0.04  # that a round answers to: one schedule may be rounded much more than those around it
 _CLOSE = 0.01  # a peak this close below the budget is not worth another round,
@@ -190,13 +187,9 @@ class Search:
         with ThreadPoolExecutor(len(inner)) as pool:  # each order has a process of its own
             found = pool.map(lambda order: self._solution(order, inner[order], limit_s, _FIRST_GAP, self._seed), inner)
             solutions = dict(zip(inner, found, strict=True))
-        first = {order: self._try(order, inner[order], solutions[order]) for order in inner}
-        for order in inner:
-            self._climb(order, _AFFORDABLE * self._least_s)
+        first = {order: self._try(order, solutions[order]) for order in inner}
         order = min(first, key=lambda order: self._promise(first[order]))
         self._adjust(order, inner[order], first[order])
-        for order in inner if self._is_dear() else ():
-            self._climb(order, np.inf if self.best is None else self.best.time_s)
         return self.best
 
     def _consider_kept(self) -> None:
@@ -253,7 +246,7 @@ class Search:
                 return
             best_s = np.inf if self.best is None else self.best.time_s
             solution = self._solution(order, inner_bytes, limit_s, _LAST_GAP, self._seed + round_)
-            found = self._try(order, inner_bytes, solution)
+            found = self._try(order, solution)
 
     def _solution(self, order: Order, inner_bytes: int, limit_s: float, gap: float, seed: int) -> Solution:
         options = Options(
@@ -266,52 +259,12 @@ class Search:
         )
         return order.solve(inner_bytes, options)
 
-    def _try(self, order: Order, inner_bytes: int, solution: Solution) -> EvaluatedPlan | None:
-        """Asks the allocator about the solver's schedule and all that come close.
-
-        Returns:
-            The candidate of the solver's schedule, or None where it found none.
-        """
-        found = None
-        if solution.schedule is not None:
-            found = self._consider(order, solution.schedule.sequence())
-        else:
-            _log.debug("no schedule within %d inner bytes: %s", inner_bytes, solution.status)
-        until_s = self._ask_until_s()
-        for point in self._close(order, inner_bytes, _AFFORDABLE * self._least_s):
-            if not self._clock.left_until(until_s) or (self.best is not None and point.cost >= self.best.time_s):
-                break
-            self._consider(order, point.nodes)
-        return found
-
-    def _climb(self, order: Order, most_s: float) -> None:
-        """Looks for the cheapest of all schedules that the solver has seen that the allocator keeps within the budget.
-
-        What it adds to one schedule says little of another, so one with a peak far above the inner budget may be
-        within. The larger a peak the rarer that is: the place where it ends is found by bisection. Schedules that
-        take more than `most_s` seconds are left out.
-        """
-        points = [p for p in order.solver.front() if p.peak_bytes <= self._budget and p.cost <= most_s]
-        fits, too_large, until_s = -1, len(points), self._ask_until_s()
-        while too_large - fits > 1 and self._clock.left_until(until_s):
-            middle = (fits + too_large) // 2
-            if self._consider(order, points[middle].nodes).peak_bytes <= self._budget:
-                fits = middle
-            else:
-                too_large = middle
-        for point in points[too_large + 1 : too_large + 1 + _BEYOND]:
-            if self._clock.left_until(until_s):
-                self._consider(order, point.nodes)
-
-    def _ask_until_s(self) -> float:
-        """Where the allocator takes long to answer, the solver still gets to tighten its budget."""
-        return self._clock.elapsed_s + _ASK_SHARE * self._clock.left_s
-
-    def _close(self, order: Order, inner_bytes: int, most_s: float) -> list[Point]:
-        """Schedules that the solver has seen with a peak near its budget, of at most `most_s`, the cheapest first."""
-        least, most = inner_bytes * (1 - _NEIGHBOURS), min(inner_bytes * (1 + _NEIGHBOURS), self._budget)
-        close = [p for p in order.solver.front() if least <= p.peak_bytes <= most and p.cost <= most_s]
-        return sorted(close, key=lambda point: point.cost)[:MOST_NEIGHBOURS]
+    def _try(self, order: Order, solution: Solution) -> EvaluatedPlan | None:
+        """Asks the allocator about the solver's schedule, if there is one."""
+        if solution.schedule is None:
+            _log.debug("no schedule: %s", solution.status)
+            return None
+        return self._consider(order, solution.schedule.sequence())
 
     def _consider(self, order: Order, nodes: Sequence[int] | np.ndarray) -> EvaluatedPlan:
         began_s = self._clock.elapsed_s

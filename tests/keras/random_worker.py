@@ -42,7 +42,7 @@ PIPELINE_BYTES = 64 << 10  # on a CPU the pipeline that draws batches has its sm
 LIMIT_S, LEAST_LIMIT_S = 2.0, 3.0  # of the searches for a plan and for the least budget: 60 and 20 s for users
 LAYERS_LIMIT_S = 0.8  # of both, for models of a few MiB
 UNROLLED_LIMIT_S = 6.0  # of the searches for a plan of thousands of ops, whose steps are slow where it is a poor one
-PLACED, PLACING_LIMIT_S = 4, 0.2  # small plans whose memory is divided, and how long; 12 and 0.5 s for users
+PLACING_LIMIT_S = 0.2  # for dividing memory for one plan; 1 s for users
 CAUSES = 3000  # characters of an error that are kept
 
 
@@ -92,7 +92,7 @@ def _limit_searches(recipe: dict) -> float:
     is_small = recipe["family"] == random_models.LAYERS
     limit_s = LAYERS_LIMIT_S if is_small else UNROLLED_LIMIT_S if recipe["family"] == "recurrent" else LIMIT_S
     planner.MINIMUM_LIMIT_S = LAYERS_LIMIT_S if is_small else LEAST_LIMIT_S
-    planner.MOST_NEIGHBOURS, guard_blocks._LIMIT_S = PLACED, PLACING_LIMIT_S
+    guard_blocks._LIMIT_S = PLACING_LIMIT_S
     PlacedPlan._SOON_S = limit_s
     return limit_s
 
