@@ -41,8 +41,7 @@ def measured_table(result: dict) -> str:
 def first_steps_table(result: dict) -> str:
     """One row per model and budget: the highest of the first steps' peaks, and what planning them took."""
     lines = [
-        "| model | plain peak | budget | highest peak | of the budget | step time / plain | predicted overhead | trials "
-        "| trial |",
+        "| model | plain | budget | highest peak | of the budget | step time / plain | predicted | trials | trial |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for plain, *planned in by_case(with_plan(result["rows"])):

@@ -177,6 +177,12 @@ def test_options_that_cannot_be_are_refused_before_anything_runs(capsys, options
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("options", "message"), [("--batch-size 5", "divide it evenly"), ("--wall", "one replica")])
+def test_replicas_that_cannot_be_are_refused_before_anything_runs(capsys, options, message):
+    assert train(f"--replicas 2 {options}") == 2
+    assert message in capsys.readouterr().err
+
+
 def test_without_a_command_there_is_help(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([])
@@ -315,7 +321,10 @@ def test_out_of_memory_is_told_also_where_no_convolution_of_a_gpu_finds_any(monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["--budget 0.7", "--budget 0.6 --wall", "--budget 0.5 --implementations fused"])
+@pytest.mark.parametrize(
+    "options",
+    ["--budget 0.7", "--budget 0.6 --wall", "--budget 0.5 --implementations fused", "--budget 0.8 --replicas 2"],
+)
 def test_the_real_thing(options, tmp_path):
     out = tmp_path / "out.json"
     command = [

@@ -35,6 +35,7 @@ class Settings:
         seed: Of weights and batches.
         warm_up: Steps that are trained before those that are measured.
         limit_mib: Hard limit of the allocator; None for what the device has.
+        replicas: Devices among which each batch is divided.
     """
 
     model: str
@@ -53,12 +54,14 @@ class Settings:
     seed: int = 0
     warm_up: int = 2
     limit_mib: int | None = None
+    replicas: int = 1
 
     def title(self) -> str:
         """One line that says what is trained."""
         size = f"{self.image_size}x{self.image_size}"
+        among = f" among {self.replicas} replicas" if self.replicas > 1 else ""
         return (
-            f"{self.model} in {self.precision}, {self.batch_size} {self.data} of {size} per step, "
+            f"{self.model} in {self.precision}, {self.batch_size} {self.data} of {size} per step{among}, "
             f"{self.optimizer} at {self.learning_rate:g}: "
             f"{self.steps} steps after {self.warm_up} of warm-up"
         )
@@ -75,7 +78,7 @@ class Outcome:
     Attributes:
         outcome: TRAINED, OUT_OF_MEMORY or FAILED.
         message: Why, when it did not train.
-        peak_bytes: The allocator's highest peak in the measured steps.
+        peak_bytes: The allocator's highest peak in the measured steps; of several replicas, what each device took.
         step_s: Median time of the measured steps.
         losses: Of each step, warm-up included.
         budget_bytes: Of a planned run.

@@ -63,8 +63,9 @@ def run_both(settings: Settings) -> tuple[Outcome, Outcome]:
     Raises:
         CheckmateError: The model or the budget cannot be used, or no plan was found.
     """
+    strategy = replicated(settings.replicas)
     reserve(settings.limit_mib)
-    with _precision(settings.precision):
+    with _precision(settings.precision), strategy.scope():
         return _run_both(settings)
 
 
@@ -133,7 +134,7 @@ def environment() -> dict[str, str | int | None]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
-        "device": _device(),
+        "device": _devices(1)[0],
         "TF_ENABLE_ONEDNN_OPTS": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
     }
 
@@ -157,6 +158,20 @@ def limit_gpu(limit_mib: int) -> None:
     for gpu in tf.config.list_physical_devices("GPU")[:1]:
         limited = tf.config.LogicalDeviceConfiguration(memory_limit=limit_mib)
         tf.config.set_logical_device_configuration(gpu, [limited])
+
+
+def replicated(replicas: int) -> tf.distribute.Strategy:
+    """A strategy for so many replicas, which must come before TensorFlow uses a device; of one, that without replicas.
+
+    Each is on a GPU of its own where there are as many, else on a part of the CPU.
+    """
+    if replicas == 1:
+        return tf.distribute.get_strategy()
+    if len(tf.config.list_physical_devices("GPU")) >= replicas:
+        return tf.distribute.MirroredStrategy([f"GPU:{k}" for k in range(replicas)])
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * replicas)
+    return tf.distribute.MirroredStrategy([f"CPU:{k}" for k in range(replicas)])
 
 
 def build(settings: Settings) -> keras.Model:
@@ -237,6 +252,7 @@ class _Training:
     def __init__(self, model: keras.Model, settings: Settings):
         self.first_weights: Values = ()
         self._model = model
+        self._replicas = settings.replicas
         self._batches = sample_data.batches(settings.data, settings.batch_size, settings.image_size, seed=settings.seed)
         self._out_of_memory = ""
         self._losses: list[float] = []
@@ -245,14 +261,15 @@ class _Training:
 
     def run(self, warm_up: int, steps: int) -> None:
         """Trains, and measures all but the first `warm_up` steps; ends where memory runs out."""
-        device = _device()
+        devices = _devices(self._replicas)
         try:
             for step in range(warm_up + steps):
                 images, labels = next(self._batches)
-                _reset_peak(device)
+                for device in devices:
+                    _reset_peak(device)
                 start_s = time.perf_counter()
-                self._losses.append(float(self._model.train_on_batch(images, labels)))
-                seconds, peak_bytes = time.perf_counter() - start_s, _peak_bytes(device)
+                self._losses.append(self._train_on(images, labels))
+                seconds, peak_bytes = time.perf_counter() - start_s, _highest_peak_bytes(devices, self._replicas)
                 if len(self._losses) == 1:
                     self.first_weights = _weights(self._model)
                 if step >= warm_up:
@@ -262,6 +279,23 @@ class _Training:
             if not is_out_of_memory(error):
                 raise
             self._out_of_memory = f"{type(error).__name__} in step {len(self._losses) + 1}: {_first_line(error)}"
+
+    def _train_on(self, images: np.ndarray, labels: np.ndarray) -> float:
+        """One step; returns its loss."""
+        if self._replicas == 1:
+            return float(self._model.train_on_batch(images, labels))
+        parts = list(zip(np.split(images, self._replicas), np.split(labels, self._replicas), strict=True))
+        strategy = tf.distribute.get_strategy()
+
+        def of_one(replica) -> tuple[tf.Tensor, tf.Tensor]:
+            k = replica.replica_id_in_sync_group
+            with tf.device(strategy.extended.worker_devices[k]):
+                return tf.constant(parts[k][0]), tf.constant(parts[k][1])
+
+        batch = strategy.experimental_distribute_values_from_function(of_one)
+        self._model.reset_metrics()
+        self._model.make_train_function()  # `train_on_batch` would give the whole batch to each replica
+        return float(self._model.train_function(iter([batch]))["loss"])
 
     def outcome(self) -> Outcome:
         """What came of the steps so far; running out of memory is an outcome, not an error."""
@@ -298,8 +332,17 @@ def _planned_facts(model: keras.Model) -> dict:
     }
 
 
-def _device() -> str:
-    return "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
+def _devices(replicas: int) -> list[str]:
+    """Those whose memory is measured: parts of a CPU have one allocator."""
+    has_gpus = len(tf.config.list_physical_devices("GPU")) >= replicas
+    return [f"GPU:{k}" for k in range(replicas)] if has_gpus else ["CPU:0"]
+
+
+def _highest_peak_bytes(devices: Sequence[str], replicas: int) -> int | None:
+    """What the device that took most has taken since the last reset; of parts of a CPU, what each took in the mean."""
+    peaks_bytes = [_peak_bytes(device) for device in devices]
+    known = [peak for peak in peaks_bytes if peak is not None]
+    return max(known) * len(devices) // replicas if len(known) == len(devices) else None
 
 
 def _reset_peak(device: str) -> None:

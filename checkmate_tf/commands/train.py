@@ -21,6 +21,7 @@ from checkmate_tf.commands.arguments import (
 )
 from checkmate_tf.commands.settings import Settings
 from checkmate_tf.commands.tables import comparison, expectations
+from checkmate_tf.errors import OptionError
 
 JSON_FORMAT = "checkmate_tf.train"
 JSON_VERSION = 1
@@ -36,6 +37,9 @@ and float rounding grows from step to step: networks with batch norm amplify it 
 says how far. "First update, relative difference" is the largest difference of any weight after the first step, relative
 to the most that plain Keras moved one. "Weights moved by rounding" is plain Keras once more, each weight moved by one
 unit in its last place to begin with. With --float64, all of them agree to many digits.
+
+With --replicas, a MirroredStrategy divides each batch among so many devices: GPUs where there are as many, else parts
+of the CPU, which share its cores and memory. Budget and peak are those of one device (of parts of a CPU, the mean).
 
 With --wall, each runs in a process of its own whose allocator has a hard limit just above the budget: plain Keras
 is expected to run out of memory there, and the planned step to train.
@@ -62,6 +66,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="parts in which each batch is cut, or auto (default: %(default)s)",
     )
+    add(
+        "--replicas",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="devices among which each batch is divided (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
     add("--float64", action="store_true", help="train in float64, where both agree to many more digits")
     add("--wall", action="store_true", help="run both at a hard allocator limit just above the budget")
@@ -84,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
         CheckmateError: The input cannot be used; the message says why.
     """
     check_can_be_written(args.json, args.report)
+    _check_replicas(args)
     settings = settings_of(
         args,
         budget=args.budget,
@@ -95,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         time_limit_s=args.time_limit,
         seed=args.seed,
         precision="float64" if args.float64 else "float32",
+        replicas=args.replicas,
     )
     if args.wall:
         from checkmate_tf.commands import wall
@@ -109,6 +122,15 @@ def run(args: argparse.Namespace) -> int:
         results["planned"]["report"] = report and {name: report[name] for name in report if name not in _HEAVY}
         write_atomically(args.json, json.dumps({"format": JSON_FORMAT, "version": JSON_VERSION, **results}, indent=2))
     return 0 if all(results["expected"].values()) else 1
+
+
+def _check_replicas(args: argparse.Namespace) -> None:
+    if args.batch_size % args.replicas:
+        raise OptionError(
+            f"--batch-size is of all replicas, {args.replicas} of which cannot divide it evenly; got {args.batch_size}."
+        )
+    if args.replicas > 1 and args.wall:
+        raise OptionError("--wall runs one replica: parts of a CPU share one allocator, and so its limit.")
 
 
 def side_by_side(settings: Settings) -> dict:
