@@ -410,7 +410,9 @@ def _asked(kept):
     def evaluate(_order, nodes):
         asked.append(int(nodes[0]))
         rounded = 2 * nodes[0] if nodes[0] == 90 else nodes[0]
-        return EvaluatedPlan(None, None, None, None, peak_bytes=rounded, time_s=cost_of[nodes[0]])
+        return EvaluatedPlan(
+            None, None, None, None, peak_bytes=rounded, node_peak_bytes=int(nodes[0]), time_s=cost_of[nodes[0]]
+        )
 
     class Order:
         costs = SimpleNamespace(time_s=np.ones(1))
@@ -437,7 +439,8 @@ def test_an_allocator_that_takes_long_to_answer_leaves_the_solver_time_to_tighte
 
     def evaluate(_order, nodes):
         time.sleep(0.1)
-        return EvaluatedPlan(None, None, None, None, peak_bytes=round(1.02 * nodes[0]), time_s=cost_of(nodes[0]))
+        peak, rounded = int(nodes[0]), round(1.02 * nodes[0])
+        return EvaluatedPlan(None, None, None, None, peak_bytes=rounded, node_peak_bytes=peak, time_s=cost_of(peak))
 
     def cost_of(peak):
         return cheapest * 9_900 / peak
@@ -456,6 +459,33 @@ def test_an_allocator_that_takes_long_to_answer_leaves_the_solver_time_to_tighte
 
     evaluator = SimpleNamespace(orders=[Strict()], evaluate=evaluate, placed=lambda c, _: c, clock=Clock)
     assert Search(evaluator, budget, 1.3, 0, None).run().time_s < 1.05 * cheapest
+
+
+def test_a_plan_just_above_the_budget_is_followed_by_a_smaller_one():
+    """Its tensors left the solver's budget room, by which the next rounds were lowered to no avail."""
+    asked = []
+
+    def evaluate(_order, nodes):
+        asked.append(peak := int(nodes[0]))
+        return EvaluatedPlan(
+            None, None, None, None, peak_bytes=round(1.06 * peak), node_peak_bytes=peak, time_s=1 / peak
+        )
+
+    class Coarse:
+        """An order with schedules of every 500th peak only."""
+
+        kept = ()
+
+        def hint(self, _):
+            return None
+
+        def solve(self, inner_bytes, _):
+            peak = inner_bytes // 500 * 500
+            return Solution(Status.FEASIBLE, SequenceSchedule(np.array([peak])), 1 / peak, peak, None, "", "")
+
+    evaluator = SimpleNamespace(orders=[Coarse()], evaluate=evaluate, placed=lambda c, _: c, clock=Clock)
+    assert Search(evaluator, 10_069, 20.0, 0, None).run().peak_bytes == round(1.06 * 9_000)
+    assert asked[:2] == [9_500, 9_000]
 
 
 def test_where_nothing_fits_the_device_the_least_budget_is_what_tensors_take():

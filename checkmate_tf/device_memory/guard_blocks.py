@@ -76,23 +76,28 @@ def allocator_peak(
     return worst
 
 
-def oversized(memory: Memory, device: str, partition: Sequence[int]) -> list[int]:
+def oversized(memory: Memory, device: str, partition: Sequence[int], most_bytes: int | None = None) -> list[int]:
     """Sizes in bytes of the requests of a simulated plan that hold more than they asked for at its peak.
 
     Args:
         memory: The plan's simulation.
         device: Device that will run it.
         partition: How free memory is divided meanwhile, as for `divide`.
+        most_bytes: As for `allocator_peak`: the plan is not played on the device then.
 
     Returns:
-        None of them where memory may run out: that is not tried.
+        None of them where memory may run out, or where there is no map of memory that may not be played in.
     """
     buffer, nbytes = _counted_events(memory, device)
     if _is_beyond_limit(memory.peak_bytes + sum(partition), device):
         return []
-    held = divide(partition, device)
-    played = replay_allocations(buffer, nbytes, device=device)
-    del held
+    played = out_of_memory.foreseen_run(buffer, nbytes, device, partition, most_bytes)
+    if played is None and most_bytes is None:
+        held = divide(partition, device)
+        played = replay_allocations(buffer, nbytes, device=device)
+        del held
+    if played is None:
+        return []
     return guard_blocks.oversized(buffer, nbytes, played, devices.uncounted_below_bytes(device))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from checkmate_tf.core.allocator import UNIT_BYTES, BfcAllocator, gpu, play
+from checkmate_tf.core.allocator import UNIT_BYTES, BfcAllocator, Playback, gpu, play
 from checkmate_tf.core.guard_blocks import UNLIMITED_BYTES, divide, lies_behind
 from checkmate_tf.device_memory.allocation_replay import address, allocator_config, empty, observe
 from checkmate_tf.device_memory.device import counted_bytes, grows, in_use_bytes, is_cpu
@@ -77,22 +77,10 @@ def foreseen_peak(
         Bytes, as `guard_blocks.allocator_peak` returns them; `NO_ROOM` where memory runs out in a run or before it;
         None where there is no map.
     """
-    known = _known(device, most_bytes)
-    if known is None:
+    if not is_known(device, most_bytes):
         return None
-    allocator = known.copy()
-    room_bytes = UNLIMITED_BYTES if most_bytes is None else most_bytes - allocator.in_use_bytes
-    if sum(partition) > room_bytes:
-        return NO_ROOM
-    guard_blocks = divide(
-        partition,
-        allocator.config.uncounted_below_bytes,
-        allocator.allocate,
-        allocator.free,
-        lies_behind if is_cpu(device) else lambda *_: True,
-        room_bytes,
-    )
-    if guard_blocks is None or (most_bytes is not None and allocator.peak_bytes > most_bytes):
+    allocator = _divided(device, partition, most_bytes)
+    if allocator is None:
         return NO_ROOM
     worst = 0
     for sizes in disturbing_bytes:
@@ -104,6 +92,43 @@ def foreseen_peak(
             return NO_ROOM
         worst = max(worst, played.peak_bytes - counted_bytes(device, sizes))
     return worst
+
+
+def foreseen_run(
+    buffer: np.ndarray, nbytes: np.ndarray, device: str, partition: Sequence[int], most_bytes: int | None = None
+) -> Playback | None:
+    """A run of a plan from the memory as it is now, if there is a map of that and room for the parts; else None.
+
+    Args:
+        buffer: As for `replay_allocations`.
+        nbytes: As for `replay_allocations`.
+        device: Device whose allocator is meant.
+        partition: As for `guard_blocks.allocator_peak`.
+        most_bytes: As for `guard_blocks.allocator_peak`.
+    """
+    if not is_known(device, most_bytes):
+        return None
+    allocator = _divided(device, partition, most_bytes)
+    return None if allocator is None else play(allocator, buffer, nbytes)
+
+
+def _divided(device: str, partition: Sequence[int], most_bytes: int | None) -> BfcAllocator | None:
+    """A copy of the map, divided; None where there is no room for the parts."""
+    allocator = _maps[device].copy()
+    room_bytes = UNLIMITED_BYTES if most_bytes is None else most_bytes - allocator.in_use_bytes
+    if sum(partition) > room_bytes:
+        return None
+    guard_blocks = divide(
+        partition,
+        allocator.config.uncounted_below_bytes,
+        allocator.allocate,
+        allocator.free,
+        lies_behind if is_cpu(device) else lambda *_: True,
+        room_bytes,
+    )
+    if guard_blocks is None or (most_bytes is not None and allocator.peak_bytes > most_bytes):
+        return None
+    return allocator
 
 
 def _known(device: str, most_bytes: int | None) -> BfcAllocator | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import logging
+import traceback
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -293,7 +294,7 @@ class PlannedTraining:
             CheckmateError: There is no plan for the first batch, or for a later one and the user asked for an error.
                 The model has its own step again.
         """
-        given, key = data, None
+        given, key, held = data, None, None
         try:
             can_move = not any(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(data))
             data = self._without_absent(batch.as_tensors(data))
@@ -309,7 +310,12 @@ class PlannedTraining:
         except Exception as error:
             if not self._is_failure(key, error):
                 raise
-            reason = self._why_failed(error)
+            try:
+                reason = self._why_failed(error)
+            except CheckmateError as refusal:
+                held = given = data = None  # noqa: F841 - whoever keeps the error, as a shell does, keeps no batch
+                traceback.clear_frames(refusal.__traceback__)
+                raise
         else:
             self._batches.has_trained = True
             self._runs[key] += 1

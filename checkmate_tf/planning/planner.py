@@ -247,7 +247,9 @@ class Planner:
             if found is not None:
                 break
             target_bytes -= max(self.placed(candidate, budget_bytes).peak_bytes - budget_bytes, budget_bytes // 200)
-        found = found or self.known(budget_bytes, clock, bound_limit_s) or self.verified(self.unordered(), budget_bytes)
+        if found is None:  # whatever it costs is better than nothing, and worth as much time once more
+            found = self.known(budget_bytes, self.clock(time_limit_s), bound_limit_s)
+            found = found or self.verified(self.unordered(), budget_bytes)
         if found is None:
             return None
         order = self._order_of(found) if history else None
@@ -256,9 +258,8 @@ class Planner:
 
     def replacement(self, candidate: EvaluatedPlan, budget_bytes: int, *, time_limit_s: float) -> EvaluatedPlan | None:
         """A plan that keeps a budget now, in place of one that does not: a known one if it costs hardly more."""
-        clock = self.clock(time_limit_s)
-        found = self._as_cheap(candidate, budget_bytes, clock)
-        return found or self.search(budget_bytes, time_limit_s=clock.left_s)
+        found = self._as_cheap(candidate, budget_bytes, self.clock(time_limit_s))
+        return found or self.search(budget_bytes, time_limit_s=time_limit_s)
 
     def _as_cheap(
         self, candidate: EvaluatedPlan, budget_bytes: int, clock: Clock, bound_limit_s: float = _BOUND_LIMIT_S
@@ -494,7 +495,7 @@ class Planner:
         reasons = [order.reason for order in self.orders if order.reason]
         if reasons:
             return NoScheduleFound(f'strategy "{self._strategy}" has no plan within the budget: {reasons[0]}')
-        said = f"no schedule within {format_bytes(budget_bytes)} ({budget_bytes:,} bytes) was found in time."
+        said = f"no schedule within {format_bytes(budget_bytes)} ({budget_bytes:,} bytes) was found."
         smallest = self.smallest_seen()
         if smallest is None:
             return NoScheduleFound(f"{said} Try: a larger time limit, a smaller batch, or a larger budget.")

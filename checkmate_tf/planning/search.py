@@ -223,9 +223,9 @@ class Search:
             if found is None:  # rounding was overestimated, or there is nothing
                 inner_bytes = (inner_bytes + min(too_much, self._budget)) // 2
             elif found.peak_bytes > self._budget:
-                too_much = min(too_much, inner_bytes)
+                too_much = min(too_much, inner_bytes, found.node_peak_bytes)  # all down to there give the same plan
                 excess = min(found.peak_bytes - self._budget, _MOST_EXCESS * self._budget)
-                inner_bytes -= int(excess) + self._budget // 500
+                inner_bytes = too_much - int(excess) - self._budget // 500
             else:
                 slack = self._budget - found.peak_bytes
                 if slack > _CLOSE * self._budget:

@@ -304,7 +304,10 @@ class ProfiledStep:
         """
         if self._plain_peak_bytes is None:
             planner, workers = self.unmodified().planner, devices.workers(self.device)
-            predicted = planner.ready_bytes() if self.in_training else planner.unmodified_peak_bytes(workers)
+            if self.in_training:
+                predicted = planner.ready_bytes()
+            else:
+                predicted = planner.unmodified_peak_bytes(workers) - self.memory.slots_bytes  # it has none
             self._plain_peak_bytes = max(CALL_BYTES, predicted)
         return self._plain_peak_bytes
 

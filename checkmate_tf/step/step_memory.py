@@ -31,7 +31,7 @@ CALL_BYTES = 16 << 10  # a call's handles, scalars and results, beside its ops; 
 _BUILD_BYTES = 32 << 10  # what is made between planning and the first run: the function's own tensors
 _MORE_SMALL, _LEAST_SCALARS = 1.25, 16  # times those that the unmodified step has at once: a plan may have more
 _SMALL_BYTES = 64 << 10  # tensors of up to that have slots
-_SLOTS = 0.01  # of the tensors of the step that recomputes nothing: what the blocks between slots may take, twice
+_SLOTS = 0.03  # of the tensors of the step that recomputes nothing: what the blocks between slots may take, twice
 _LEAST_SLOTS_BYTES = 32 << 10  # which they may take in any case: in a step of a few MiB a stray tensor weighs more
 
 
@@ -49,7 +49,8 @@ class StepMemory:
         device: Where the step runs.
         batch_bytes: Size of the batch.
         drawn_bytes: As above; 0 for a GPU, for which what is drawn waits in the memory of the host.
-        reserve_bytes: What is added to every predicted peak.
+        slots_bytes: What slots will take that are not there yet.
+        reserve_bytes: What is added to every predicted peak: that, and more.
         most_bytes: No plan is played on the device's allocator that takes more: it counts as one without room. None
             where every plan may be played.
     """
@@ -78,8 +79,9 @@ class StepMemory:
         scalars = sum(size <= UNIT_BYTES for size in constants) + _LEAST_SCALARS  # held by a function of its own
         self._small = _small_slots(plain, scalars, self._most_slots_bytes)
         self._beside_bytes = self.counted_bytes([CALL_BYTES, *constants])
+        self.slots_bytes = self.slots().nbytes
         self.reserve_bytes = self.counted_bytes([_BUILD_BYTES]) + self._beside_bytes + self.drawn_bytes
-        self.reserve_bytes += self.slots().nbytes
+        self.reserve_bytes += self.slots_bytes
 
     def counted_bytes(self, sizes: Sequence[int]) -> int:
         """What the device counts of tensors of these sizes."""
@@ -145,13 +147,11 @@ class StepMemory:
     def oversized(self, memory: Memory, partition: Sequence[int]) -> list[int]:
         """Sizes in bytes of the requests of a simulated plan that hold more than they asked for at its peak.
 
-        None are known where training goes on, when plans are not played.
-
         Args:
             memory: The plan's simulation.
             partition: How free memory is divided, as for `guard_blocks.divide`.
         """
-        return [] if self.most_bytes is not None else guard_blocks.oversized(memory, self.device, partition)
+        return guard_blocks.oversized(memory, self.device, partition, self.most_bytes)
 
     def foresee(self) -> None:
         """Learns where the device's free memory lies, to see what plans would take without playing them there.
@@ -187,7 +187,7 @@ class StepMemory:
     def ready_to_run(self) -> None:
         """From now on peaks are predicted for runs that follow at once."""
         gc.collect()  # the functions of other plans hold memory
-        self.reserve_bytes = self._beside_bytes
+        self.slots_bytes, self.reserve_bytes = 0, self._beside_bytes
         self.compact()
 
 

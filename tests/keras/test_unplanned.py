@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
 import warnings
 
@@ -17,6 +18,7 @@ from keras_models import crossentropy
 
 import checkmate_tf
 from checkmate_tf import InfeasibleBudget, ModelError, NoScheduleFound, OptionError, PlanningError
+from checkmate_tf.device_memory.device import in_use_bytes
 from checkmate_tf.keras import batch
 from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.step.pipeline import ProfiledStep
@@ -470,3 +472,17 @@ def test_a_loss_whose_shapes_contradict_each_other_is_planned(options):
     assert checkmate_tf.report(planned).status != "unplanned"
     for ours, theirs in zip(plain.weights, planned.weights, strict=True):
         np.testing.assert_allclose(theirs.numpy(), ours.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_whoever_keeps_a_refusal_keeps_no_batch(options):
+    """A shell keeps the last error, whose traceback held the batch: the budget that the error named was refused."""
+    model = keras.Sequential([keras.Input((1 << 20,)), layers.Dense(2)])
+    model.compile("sgd", "mse", jit_compile=False)
+    x, y = np.zeros((4, 1 << 20), np.float32), np.zeros((4, 2), np.float32)
+    checkmate_tf.compile(model, "1MiB", **options)
+    before_bytes = in_use_bytes("CPU:0")
+    with pytest.raises(InfeasibleBudget) as kept:
+        model.train_on_batch(x, y)
+    gc.collect()
+    assert in_use_bytes("CPU:0") - before_bytes < x.nbytes // 4
+    assert kept.value.minimum_bytes > x.nbytes
