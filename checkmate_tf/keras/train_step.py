@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import gc
 import logging
-import traceback
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -17,7 +16,15 @@ from checkmate_tf.errors import CheckmateError, ModelError, StepError
 from checkmate_tf.keras import batch, replicas
 from checkmate_tf.keras.batch_steps import AnyStep, BatchSteps, check_trainable, is_overridden
 from checkmate_tf.keras.open_spec import is_open
-from checkmate_tf.keras.unplanned import REPLICAS_WITHOUT_XLA, WITHOUT_XLA, Guard, Unplanned, is_refusal, planning_error
+from checkmate_tf.keras.unplanned import (
+    REPLICAS_WITHOUT_XLA,
+    WITHOUT_XLA,
+    Guard,
+    Unplanned,
+    forget_locals,
+    is_refusal,
+    planning_error,
+)
 from checkmate_tf.planning.implementation_selection import NONE
 from checkmate_tf.reports.report import Report
 from checkmate_tf.step.pipeline import ProfiledStep, Settings
@@ -208,14 +215,17 @@ class PlannedTraining:
             else:
                 data = batch.zeros_of(input_spec)
             return use(self._without_absent(data))
-        except StepError as error:
-            raise ModelError(
-                "the training step does not run on a batch like input_spec, which must have the structure, shapes and "
-                f"dtypes of the batches that fit sees: (x, y) or (x, y, sample_weight). Keras says: {error.__cause__}"
-            ) from error.__cause__
-        except CheckmateError:
-            raise
         except Exception as error:
+            data = None
+            forget_locals(error)
+            if isinstance(error, StepError):
+                raise ModelError(
+                    "the training step does not run on a batch like input_spec, which must have the structure, shapes "
+                    "and dtypes of the batches that fit sees: (x, y) or (x, y, sample_weight). Keras says: "
+                    f"{error.__cause__}"
+                ) from error.__cause__
+            if isinstance(error, CheckmateError):
+                raise
             raise planning_error(error) from error
 
     def plan(self, data) -> None:
@@ -312,9 +322,8 @@ class PlannedTraining:
                 raise
             try:
                 reason = self._why_failed(error)
-            except CheckmateError as refusal:
-                held = given = data = None  # noqa: F841 - whoever keeps the error, as a shell does, keeps no batch
-                traceback.clear_frames(refusal.__traceback__)
+            except CheckmateError:
+                held = given = data = None  # noqa: F841 - whoever keeps the error keeps no batch
                 raise
         else:
             self._batches.has_trained = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import traceback
 import warnings
 
 import tensorflow as tf
@@ -96,6 +97,7 @@ class Unplanned:
         """
         failed = planning_error(error)
         if self.raises or (is_refusal(error) and not has_trained):
+            forget_locals(error)
             if failed is error:
                 raise error
             raise failed from error
@@ -135,6 +137,14 @@ def planning_error(error: Exception) -> CheckmateError:
     if is_refusal(error) or isinstance(error, BatchError | PlanningError | StepError):
         return error
     return PlanningError(f"the training step could not be planned: {in_short(error)}")
+
+
+def forget_locals(error: BaseException) -> None:
+    """Clears the frames that an error and its causes came through: whoever keeps it, as shells do, keeps no batch."""
+    caught: BaseException | None = error
+    while caught is not None:
+        traceback.clear_frames(caught.__traceback__)
+        caught = caught.__cause__
 
 
 def in_short(error: BaseException) -> str:

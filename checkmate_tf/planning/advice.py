@@ -82,7 +82,10 @@ def _tries(parts: collections.Counter[str], total: int, *, is_in_loop: bool) -> 
     if parts[_WEIGHTS] + parts[_UPDATES] >= (1 - _HELPS) * total:
         tries.append("smaller layers, or an optimizer with fewer slots")
     if parts[_OTHERS] >= _HELPS * total:
-        tries.append("data that is read batch by batch (a generator, a `keras.utils.PyDataset`), not all as arrays")
+        tries.append(
+            "data that is read batch by batch (a generator, a `keras.utils.PyDataset`), not all as arrays, and no "
+            "other models in memory"
+        )
     return ", or ".join([*tries, "a budget above that."])
 
 

@@ -19,6 +19,7 @@ from keras_models import crossentropy
 import checkmate_tf
 from checkmate_tf import InfeasibleBudget, ModelError, NoScheduleFound, OptionError, PlanningError
 from checkmate_tf.device_memory.device import in_use_bytes
+from checkmate_tf.errors import CheckmateError
 from checkmate_tf.keras import batch
 from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.step.pipeline import ProfiledStep
@@ -474,15 +475,31 @@ def test_a_loss_whose_shapes_contradict_each_other_is_planned(options):
         np.testing.assert_allclose(theirs.numpy(), ours.numpy(), rtol=1e-4, atol=1e-5)
 
 
-def test_whoever_keeps_a_refusal_keeps_no_batch(options):
+@pytest.mark.parametrize("asked", ["first batch", "input_spec", "minimum_budget", "function"])
+def test_whoever_keeps_a_refusal_keeps_no_batch(options, asked):
     """A shell keeps the last error, whose traceback held the batch: the budget that the error named was refused."""
     model = keras.Sequential([keras.Input((1 << 20,)), layers.Dense(2)])
     model.compile("sgd", "mse", jit_compile=False)
     x, y = np.zeros((4, 1 << 20), np.float32), np.zeros((4, 2), np.float32)
-    checkmate_tf.compile(model, "1MiB", **options)
+    spec = tf.TensorSpec(x.shape), tf.TensorSpec(y.shape)
+    kernel = tf.Variable(tf.zeros((1 << 20, 2)))
+
+    def step(rows, targets):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((rows @ kernel - targets) ** 2)
+        kernel.assign_sub(tape.gradient(loss, kernel))
+
+    if asked == "first batch":
+        checkmate_tf.compile(model, "1MiB", **options)
+    refused = {
+        "first batch": lambda: model.train_on_batch(x, y),
+        "input_spec": lambda: checkmate_tf.compile(model, "1MiB", input_spec=spec, **options),
+        "minimum_budget": lambda: checkmate_tf.minimum_budget(model, spec[:1], verbose=False),
+        "function": lambda: checkmate_tf.function(step, "1MiB", input_spec=spec, **options),
+    }[asked]
     before_bytes = in_use_bytes("CPU:0")
-    with pytest.raises(InfeasibleBudget) as kept:
-        model.train_on_batch(x, y)
+    with pytest.raises(CheckmateError) as kept:
+        refused()
     gc.collect()
     assert in_use_bytes("CPU:0") - before_bytes < x.nbytes // 4
-    assert kept.value.minimum_bytes > x.nbytes
+    assert kept.traceback
