@@ -2,8 +2,8 @@
 
 A plan keeps its budget in memory as it was when the plan was verified: variables and slots in their places, free memory
 divided by guard blocks for this plan. Steps of several batch sizes or models share a device, so each takes the lease
-before it runs and places its own guard blocks; the step that had it before frees its own. A step can tell from `moves`
-whether variables have been moved since it was verified.
+before it runs and places its own guard blocks; the step that had it before frees its own. A step can tell from
+`changes` whether variables have been moved, or another step was planned, since it was tried.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ class Lease:
     """The right to arrange one device's memory.
 
     Attributes:
-        moves: How many times variables were moved.
+        changes: How many times variables were moved, or a step was planned, whose function holds memory, too.
     """
 
     def __init__(self) -> None:
-        self.moves = 0
+        self.changes = 0
         self._holder: Callable[[], Holder | None] = _nobody
 
     def moved(self) -> None:
         """Variables lie elsewhere from now on, and nobody's guard blocks fit."""
-        self.moves += 1
+        self.changes += 1
         self.take_back()
+
+    def planned(self) -> None:
+        """What the function of a step holds has been added to the memory."""
+        self.changes += 1
 
     def take(self, holder: Holder) -> None:
         """Hands the lease to a step."""

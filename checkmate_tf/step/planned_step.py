@@ -36,9 +36,9 @@ class PlannedStep:
     Where the batch and the variables lie decides how the allocator rounds, and no simulation knows all that a kernel
     takes. So before the first run the planned function runs for real, on the batch in hand, and all that it writes is
     put back; the step is planned again, with as much less as was not foreseen, until what is measured keeps the budget.
-    The last run of a trial counts as the first step. There is another trial once variables have been moved, as
-    planning another step moves them. Should a later run take more than the budget all the same, the step is planned
-    and tried again before the next one.
+    The last run of a trial counts as the first step. There is another trial once another step has been planned, which
+    moves what lies in the memory. Should a later run take more than the budget all the same, the step is planned and
+    tried again before the next one.
 
     What others hold on the device, such as arrays for validation, counts as well: where that grows and stays, the step
     is planned again with that much less.
@@ -60,7 +60,7 @@ class PlannedStep:
         self._lease = lease(profiled.device)
         self._whole: PlannedStep | None = None  # whose plan and whose place in memory it has
         self._is_ready = False  # slots are there, and the plan was made for memory as it is
-        self._trusted_at: int | None = None  # moves of the variables
+        self._trusted_at: int | None = None  # changes of memory
         self._most_bytes = budget_bytes  # that a plan may be predicted to take
         self._refusal: InfeasibleBudget | NoScheduleFound | None = None  # that stands unless a trial keeps the budget
         self._replans = 0
@@ -169,13 +169,13 @@ class PlannedStep:
             NoScheduleFound: No plan was found that keeps the budget when it runs. Nothing has changed.
         """
         self._take_lease(batch, can_move)
-        if self._trusted_at == self._lease.moves:
+        if self._trusted_at == self._lease.changes:
             return self._run(batch.pop())
         if not self._lasting:
             return self._tried(batch, can_move=can_move)
         with effects.undone_if_it_fails(self._profiled.traced):
             results = self._run(batch.pop())
-        self._trusted_at = self._lease.moves
+        self._trusted_at = self._lease.changes
         return results
 
     def try_out(self, data: Any) -> None:
@@ -297,7 +297,7 @@ class PlannedStep:
                 outcome = self._trial(batch, can_move, counts)
             self._trial_peaks.append(outcome.peak_bytes)
             if outcome.is_within:
-                self._trusted_at = self._lease.moves
+                self._trusted_at = self._lease.changes
                 return outcome.last and outcome.last.results
             if self._whole is not None:  # to plan it would take more than it can take too much
                 break
@@ -321,7 +321,7 @@ class PlannedStep:
         )
         self._note(self.warning)
         self._replans = self._MOST_REPLANS
-        self._trusted_at = self._lease.moves
+        self._trusted_at = self._lease.changes
         if self._whole is None:  # memory is no longer divided, as another plan was sought
             self._placed.divide()
 
@@ -443,7 +443,10 @@ class PlannedStep:
 
     def _find_plan_for_now(self) -> bool:
         """Goes on with a plan that keeps the budget from where memory stands now; whether there is one."""
-        return self._placed.find(self._most_bytes, in_training=self._has_trained, soon=self._replans > 0)
+        found = self._placed.find(self._most_bytes, in_training=self._has_trained, soon=self._replans > 0)
+        if found:
+            self._lease.planned()
+        return found
 
     def _plan_again(self, measured_bytes: int, of_others_bytes: int) -> None:
         """Before the next run, plans with less, and tries that plan before it is trusted.

@@ -22,14 +22,14 @@ def test_a_step_gives_up_its_guard_blocks_when_another_takes_the_lease():
     assert (first.given_up, second.given_up) == (1, 0)
     assert shared.is_held_by(second)
     assert not shared.is_held_by(first)
-    assert shared.moves == 0
+    assert shared.changes == 0
 
 
 def test_a_step_gives_up_its_guard_blocks_once_variables_have_moved():
     shared, step = Lease(), Step()
     shared.take(step)
     shared.moved()
-    assert (shared.moves, step.given_up) == (1, 1)
+    assert (shared.changes, step.given_up) == (1, 1)
     assert not shared.is_held_by(step), "it places them anew"
 
 
@@ -40,7 +40,7 @@ def test_guard_blocks_are_gone_while_nobody_has_the_lease():
         shared.take_back()
         shared.take_back()
         assert not shared.is_held_by(step)
-    assert (shared.moves, step.given_up) == (0, 2)
+    assert (shared.changes, step.given_up) == (0, 2)
 
 
 def test_a_step_that_is_gone_is_not_asked():

@@ -148,6 +148,20 @@ def test_steps_go_on_in_memory_that_is_divided_as_it_was_in_the_trial(options, m
     assert (sought, divided_again) == ([True], [])
 
 
+def test_a_step_is_tried_once_more_when_another_has_been_planned(options, monkeypatch):
+    """Batches with and without weights took turns: the first step after the other's plan was above the budget."""
+    tried, run = [], PlannedStep._trial
+    monkeypatch.setattr(PlannedStep, "_trial", lambda step, *rest: tried.append(step) or run(step, *rest))
+    model = built()
+    checkmate_tf.compile(model, "1GiB", **options)
+    (x, y), weights = images(BATCH), np.ones(BATCH)
+    for _ in range(3):
+        model.train_on_batch(x, y)
+        model.train_on_batch(x, y, weights)
+    first, second = dict.fromkeys(tried)
+    assert tried == [first, second, first]
+
+
 @pytest.mark.alone
 def test_a_step_that_takes_too_much_in_its_trial_is_planned_again_before_it_trains(options, monkeypatch):
     plain, model = built(dropout=0), built(dropout=0)
