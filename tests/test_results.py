@@ -102,5 +102,8 @@ def test_no_limit_that_was_promised_was_broken():
     assert all(row["measured_peak_bytes"] <= row["budget_bytes"] < row["limit_mib"] << 20 for row in trained)
     said = page("measurements.md")
     assert f"At {len(trained)} of {len(rows)} limits" in said
-    assert all(row["budget_bytes"] < 1.1 * row["least_bytes"] for row in refused)
-    assert "less than 1.1 times" in said
+    most = {row["model"]: 0.0 for row in refused}
+    for row in refused:
+        most[row["model"]] = max(most[row["model"]], row["budget_bytes"] / row["least_bytes"])
+    assert f"up to {most.pop('small U-Net'):.2f} times the smallest one (of the U-Net; 1.1 times of the others)" in said
+    assert max(most.values()) <= 1.1
