@@ -89,14 +89,16 @@ def oversized(memory: Memory, device: str, partition: Sequence[int], most_bytes:
         None of them where memory may run out, or where there is no map of memory that may not be played in.
     """
     buffer, nbytes = _counted_events(memory, device)
-    if _is_beyond_limit(memory.peak_bytes + sum(partition), device):
+    if _is_beyond_limit(max(memory.peak_bytes, sum(partition)), device):
         return []
     played = out_of_memory.foreseen_run(buffer, nbytes, device, partition, most_bytes)
     if played is None and most_bytes is None:
         held = divide(partition, device)
         played = replay_allocations(buffer, nbytes, device=device)
         del held
-    if played is None:
+        if not played.fits:
+            out_of_memory.learn(device)
+    if played is None or not played.fits:
         return []
     return guard_blocks.oversized(buffer, nbytes, played, devices.uncounted_below_bytes(device))
 
