@@ -27,7 +27,7 @@ def played_in(memory: Memory, partition) -> Playback:
     small = [allocator.allocate(2 * KIB) for _ in range(1000)]
     for block in small[::2]:
         allocator.free(block)
-    divide(partition, 0, allocator.allocate, allocator.free, lies_behind)
+    divide(partition, 0, allocator.allocate, allocator.free, lambda: allocator.in_use_bytes, lies_behind)
     return play(allocator, memory.event_buffer, memory.event_bytes)
 
 
@@ -63,7 +63,9 @@ def test_small_gaps_do_not_keep_memory_from_being_divided():
     for block in small[::2]:
         allocator.free(block)
     parts = [MIB] * 20
-    assert len(divide(parts, 0, allocator.allocate, allocator.free, lies_behind)) == len(parts)
+    assert len(
+        divide(parts, 0, allocator.allocate, allocator.free, lambda: allocator.in_use_bytes, lies_behind)
+    ) == len(parts)
 
 
 @st.composite

@@ -231,7 +231,7 @@ class BfcAllocator:
         """
         if nbytes < self.config.uncounted_below_bytes:
             return UNCOUNTED
-        need = (nbytes + UNIT_BYTES - 1) // UNIT_BYTES
+        need = _units(nbytes)
         free = self._free
         at = bisect_left(free, need << _ADDRESS_BITS)
         if at == len(free):
@@ -424,6 +424,11 @@ def play(allocator: BfcAllocator, buffer: np.ndarray, nbytes: np.ndarray) -> Pla
     in_use_bytes = np.array(timeline, np.int64)
     in_use_bytes.flags.writeable = False
     return Playback(peak, peak_index, start_bytes, in_use_bytes, out_of_memory, allocator.pool_bytes)
+
+
+def rounded(nbytes: int) -> int:
+    """Size in bytes of the smallest chunk that holds a request."""
+    return _units(nbytes) * UNIT_BYTES
 
 
 def _units(nbytes: int) -> int:

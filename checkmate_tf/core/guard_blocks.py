@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from checkmate_tf.core.allocator import UNIT_BYTES, AllocatorConfig, BfcAllocator, Playback
+from checkmate_tf.core.allocator import UNIT_BYTES, AllocatorConfig, BfcAllocator, Playback, rounded
 
 Block = TypeVar("Block")
 UNLIMITED_BYTES = 1 << 44
@@ -27,7 +27,14 @@ def divided(partition: Sequence[int], uncounted_below_bytes: int = 0) -> BfcAllo
         limit_bytes=UNLIMITED_BYTES, uncounted_below_bytes=uncounted_below_bytes, allow_growth=False
     )
     allocator = BfcAllocator(config)
-    divide(partition, uncounted_below_bytes, allocator.allocate, allocator.free, lies_behind)
+    divide(
+        partition,
+        uncounted_below_bytes,
+        allocator.allocate,
+        allocator.free,
+        lambda: allocator.in_use_bytes,
+        lies_behind,
+    )
     allocator.reset_peak()
     return allocator
 
@@ -59,6 +66,7 @@ def divide(
     uncounted_below_bytes: int,
     allocate: Callable[[int], Block | None],
     free: Callable[[Block], None],
+    in_use_bytes: Callable[[], int],
     lies_behind: Callable[[Block, Block, int], bool],
     room_bytes: int = UNLIMITED_BYTES,
 ) -> list[Block] | None:
@@ -69,6 +77,7 @@ def divide(
         uncounted_below_bytes: As in `AllocatorConfig`.
         allocate: Gives a block for a request of so many bytes, or None where memory runs out.
         free: Gives one back.
+        in_use_bytes: Tells what is allocated: each block is counted as the chunk that it got.
         lies_behind: Called as (block, part, size of the part): whether a block lies just behind a part.
         room_bytes: That may be allocated at once. Parts that nothing else would be left for get no guard block.
 
@@ -80,10 +89,13 @@ def divide(
     has_run_out = False
     room_bytes -= sum(partition)
     for size in partition:
+        before_bytes = in_use_bytes()
         part = allocate(size)
         found = None
         if part is not None:
             held.append(part)
+            if in_use_bytes() - before_bytes > rounded(size):
+                continue  # it got a larger chunk whole: what is behind that is in use
             most_bytes = min(room_bytes, _MOST_FILL_BYTES)
             found, taken_bytes = _guard_block(
                 part, size, uncounted_below_bytes, allocate, free, lies_behind, most_bytes
@@ -146,10 +158,9 @@ def _guard_block(
 def lies_behind(address: int, part: int, nbytes: int) -> bool:
     """Whether a block lies just behind a part of memory of so many bytes.
 
-    It does not where the part got a larger chunk whole: what is behind that is in use. A block farther away may
-    lie in what was set aside for a batch.
+    A block farther away may lie in what was set aside for a batch.
     """
-    return address - part == -(-nbytes // UNIT_BYTES) * UNIT_BYTES
+    return address - part == rounded(nbytes)
 
 
 def guard_block_bytes(part_bytes: int, uncounted_below_bytes: int) -> int:

@@ -13,7 +13,8 @@ from checkmate_tf.device_memory.device import grows, in_use_bytes, is_cpu, limit
 
 _log = logging.getLogger(__name__)
 
-_SMALLEST_PLUG_BYTES = 1 << 18
+_LEAST_BYTES = 1 << 18  # smaller variables stay where they are, and a smaller free block is none
+_SMALLEST_PLUG_BYTES = 1 << 16
 _MOST_PLUGS = 500
 _SLACK_BYTES = 128 << 20  # from which the allocator splits a chunk in any case
 _LEFT_FREE_BYTES = 4 << 20  # of a limit, for what is allocated beside the step
@@ -59,7 +60,7 @@ def _grow(device: str, nbytes: int) -> None:
     if limit is not None:
         nbytes = min(nbytes, limit - in_use_bytes(device) - _LEFT_FREE_BYTES)
     nbytes = min(nbytes, _granted.get(device, nbytes))
-    if nbytes <= _SMALLEST_PLUG_BYTES:
+    if nbytes <= _LEAST_BYTES:
         return
     with tf.device(device):
         try:
@@ -77,7 +78,7 @@ def _free_block(device: str, nbytes: int) -> int:
     given back. So the allocator is asked, which takes it 10 s where it refuses; no more is asked for from then on.
     """
     nbytes = min(nbytes, _granted.get(device, nbytes))
-    if nbytes <= _SMALLEST_PLUG_BYTES:
+    if nbytes <= _LEAST_BYTES:
         return 0
     state = refusal(nbytes, device=device)
     if state is None:
@@ -102,7 +103,7 @@ def compact(device: str, variables: Sequence[tf.Variable], room_bytes: int) -> N
         room_bytes: Size of a free block, as `make_room` returns it. Nothing is moved if it is less than
             twice what the variables take.
     """
-    moved = [v for v in variables if variable_bytes(v) >= _SMALLEST_PLUG_BYTES]
+    moved = [v for v in variables if variable_bytes(v) >= _LEAST_BYTES]
     if not moved or 2 * sum(map(variable_bytes, moved)) + _SLACK_BYTES > room_bytes:
         return
     with exact_chunks(device, room_bytes), tf.device(device):
@@ -132,22 +133,22 @@ class exact_chunks:
     def __enter__(self) -> None:
         if not is_cpu(self._device):
             return
-        limit = allocator_config(device=self._device).limit_bytes
-        wanted = min(self._nbytes, limit - in_use_bytes(self._device) - _LEFT_FREE_BYTES)
+        config = allocator_config(device=self._device)
+        wanted = min(self._nbytes, config.limit_bytes - in_use_bytes(self._device) - _LEFT_FREE_BYTES)
         self._nbytes = _free_block(self._device, wanted)
         if 2 * self._nbytes < wanted or not self._nbytes:
             _log.debug("requests will count as whole chunks: %s has no room for %d bytes", self._device, wanted)
             return
         with tf.device(self._device):
-            self._plug()
+            self._plug(max(_SMALLEST_PLUG_BYTES, config.uncounted_below_bytes))
 
     def __exit__(self, *_: object) -> None:
         self._plugs.clear()
 
-    def _plug(self) -> None:
+    def _plug(self, least_bytes: int) -> None:
         start = address(empty(self._nbytes))
         size = self._nbytes // 2
-        while size >= _SMALLEST_PLUG_BYTES and len(self._plugs) < _MOST_PLUGS:
+        while size >= least_bytes and len(self._plugs) < _MOST_PLUGS:
             block = empty(size)
             if start <= address(block) < start + self._nbytes:
                 size //= 2

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import tensorflow as tf
 
 from checkmate_tf._tf_internals import IsMklEnabled
-from checkmate_tf.core.allocator import UNIT_BYTES
+from checkmate_tf.core.allocator import rounded
 from checkmate_tf.device_memory.allocation_replay import allocator_config
 
 
@@ -113,4 +113,4 @@ def uncounted_below_bytes(device: str) -> int:
 def counted_bytes(device: str, sizes: Iterable[int]) -> int:
     """What tensors of these sizes count as, each in a chunk of its own."""
     least = max(1, uncounted_below_bytes(device))
-    return sum(-(-size // UNIT_BYTES) * UNIT_BYTES for size in sizes if size >= least)
+    return sum(rounded(size) for size in sizes if size >= least)

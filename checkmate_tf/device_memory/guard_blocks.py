@@ -134,7 +134,15 @@ def _guard_blocks(partition: Sequence[int], device: str, most_bytes: int | None)
     lies_behind = _lies_behind if devices.is_cpu(device) else lambda *_: True
     uncounted = devices.uncounted_below_bytes(device)
     with tf.device(device):
-        return guard_blocks.divide(partition, uncounted, _allocate, lambda _: None, lies_behind, room_bytes)
+        return guard_blocks.divide(
+            partition,
+            uncounted,
+            _allocate,
+            lambda _: None,
+            lambda: devices.in_use_bytes(device),
+            lies_behind,
+            room_bytes,
+        )
 
 
 def _allocate(nbytes: int) -> tf.Tensor | None:

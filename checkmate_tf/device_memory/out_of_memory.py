@@ -123,6 +123,7 @@ def _divided(device: str, partition: Sequence[int], most_bytes: int | None) -> B
         allocator.config.uncounted_below_bytes,
         allocator.allocate,
         allocator.free,
+        lambda: allocator.in_use_bytes,
         lies_behind if is_cpu(device) else lambda *_: True,
         room_bytes,
     )
