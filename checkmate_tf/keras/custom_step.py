@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import inspect
 from collections.abc import Callable, Hashable
@@ -15,7 +14,7 @@ from checkmate_tf.errors import ModelError, StepError
 from checkmate_tf.keras import batch, replicas
 from checkmate_tf.keras.open_spec import is_open
 from checkmate_tf.keras.shaped_steps import AnyStep, ShapedSteps
-from checkmate_tf.keras.unplanned import REPLICAS_WITHOUT_XLA, WITHOUT_XLA, Guard, Unplanned
+from checkmate_tf.keras.unplanned import REPLICAS_WITHOUT_XLA, WITHOUT_XLA, Unplanned
 from checkmate_tf.lowering import xla
 from checkmate_tf.reports.report import Report
 from checkmate_tf.step.pipeline import Settings
@@ -106,8 +105,6 @@ class PlannedFunction:
         self._steps = FunctionSteps(
             self._flat, settings, self._unplanned.note, self._strategy, self._weights_bytes, is_for_xla=is_for_xla
         )
-        self._guards: dict[Hashable, Guard] = {}  # of the planned steps that were run
-        self._runs: collections.Counter[Hashable] = collections.Counter()
         self._kind: Hashable | None = None  # of arguments that are planned for
         self._plan_spec(tuple(input_spec))
         functools.update_wrapper(self, self._python)
@@ -135,19 +132,16 @@ class PlannedFunction:
             step = self._steps.of[key]
             if step is None:
                 return self._plain(*args, **kwargs)
-            results = self._guards.setdefault(key, Guard(step)).run([arguments])
+            results = self._steps.run(key, [arguments])
         except Exception as error:
-            if not (self._guards[key].has_failed(error) if key in self._guards else key not in self._steps.of):
+            if not self._steps.has_failed(key, error):
                 raise
             is_first = self._steps.of.keys() == {key}
             reason = self._unplanned.reason(error, has_trained=self._steps.has_trained or not is_first)
         else:
-            self._steps.has_trained = True
-            self._runs[key] += 1
             self._unplanned.if_alarming(step)
             return self._pack(results)
         self._steps.forget(key)
-        self._guards.pop(key, None)
         results = self._plain(*args, **kwargs)  # if this fails as well, nothing is wrong with the plan
         self._steps.run_unmodified(key)
         self._unplanned.because(reason)
@@ -155,7 +149,7 @@ class PlannedFunction:
 
     def report(self) -> Report:
         """What was promised and measured."""
-        return self._steps.report(self._runs, self._unplanned.notes)
+        return self._steps.report(self._unplanned.notes)
 
     def _plan_spec(self, input_spec: tuple) -> None:
         """Plans for arguments that are only described.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from checkmate_tf.budget import is_fraction
@@ -12,7 +13,7 @@ from checkmate_tf.keras import batch
 from checkmate_tf.keras.families import Family, can_begin
 from checkmate_tf.keras.microbatches import MicrobatchedStep
 from checkmate_tf.keras.open_spec import least_shapes
-from checkmate_tf.keras.unplanned import in_short
+from checkmate_tf.keras.unplanned import Guard, in_short
 from checkmate_tf.lowering.open_trace import OpenTrace
 from checkmate_tf.planning.implementation_selection import NONE
 from checkmate_tf.reports.report import Report
@@ -41,6 +42,8 @@ class ShapedSteps:
         self._note = note
         self.of: dict[Hashable, AnyStep | None] = {}
         self.has_trained = False
+        self._guards: dict[Hashable, Guard] = {}  # of the planned steps that were run
+        self._runs: collections.Counter[Hashable] = collections.Counter()
         self._specs: dict[Hashable, object] = {}
         self._ahead: set[Hashable] = set()  # planned for before other plans were made, and not looked at again
         self._families: dict[Hashable, Family | None] = {}  # of batches that differ in size; None: planned one by one
@@ -107,6 +110,28 @@ class ShapedSteps:
         self._families[batch.kind(input_spec)].plan_smaller(batch.spec_of(input_spec), self._settings)
         self._ahead.update(self.of)
 
+    def run(self, key: Hashable, held: list, *, can_move: bool = False) -> Any:
+        """Runs the planned step for a signature.
+
+        Args:
+            key: The signature, which is planned for.
+            held: A list with the batch, which is taken out of it.
+            can_move: Nothing else holds the batch.
+
+        Returns:
+            What the unmodified step returns.
+        """
+        results = self._guards.setdefault(key, Guard(self.of[key])).run(held, can_move=can_move)
+        self.has_trained = True
+        self._runs[key] += 1
+        return results
+
+    def has_failed(self, key: Hashable | None, error: Exception) -> bool:
+        """Whether an error is of planning for a signature or of its plan, and not of the unmodified step."""
+        if key in self._guards:
+            return self._guards[key].has_failed(error)
+        return key not in self.of
+
     def run_unmodified(self, key: Hashable) -> None:
         """Batches of a signature run unmodified from now on."""
         self.of[key] = self._specs[key] = None
@@ -114,12 +139,12 @@ class ShapedSteps:
     def forget(self, key: Hashable) -> None:
         """Lets go of the step for a signature."""
         self.of.pop(key, None)
+        self._guards.pop(key, None)
 
-    def report(self, runs: Mapping[Hashable, int], notes: Iterable[str]) -> Report:
+    def report(self, notes: Iterable[str]) -> Report:
         """On the planned step that needs most memory, or on why there is none.
 
         Args:
-            runs: Signature -> number of batches that were run.
             notes: Further sentences for it.
         """
         planned = [step for step in self.of.values() if step is not None]
@@ -127,7 +152,7 @@ class ShapedSteps:
             return Report(notes=(*notes, "no batch is planned."))
 
         def batches(step: AnyStep) -> int:
-            return sum(count for key, count in runs.items() if self.of.get(key) is step)
+            return sum(count for key, count in self._runs.items() if self.of.get(key) is step)
 
         families = [family for family in self._families.values() if family is not None]
         largest = max(planned, key=lambda step: step.candidate.peak_bytes)

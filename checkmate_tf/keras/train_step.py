@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import gc
 import logging
 from collections.abc import Callable, Hashable
@@ -19,7 +18,6 @@ from checkmate_tf.keras.open_spec import is_open
 from checkmate_tf.keras.unplanned import (
     REPLICAS_WITHOUT_XLA,
     WITHOUT_XLA,
-    Guard,
     Unplanned,
     forget_locals,
     is_refusal,
@@ -134,8 +132,6 @@ class PlannedTraining:
         """Nothing is planned yet for the model as it is compiled now."""
         self._unplanned = Unplanned(f"model {self._model.name!r}", self._settings.on_unplanned)
         self._batches = BatchSteps(self._model, self._settings, self._unplanned.note)
-        self._guards: dict[Hashable, Guard] = {}  # of the planned steps that were run
-        self._runs: collections.Counter[Hashable] = collections.Counter()
         self._compiled = compilation(self._model)
 
     @property
@@ -162,7 +158,7 @@ class PlannedTraining:
 
     def report(self) -> Report:
         """On the planned step that needs most memory, or on why there is none."""
-        return self._batches.report(self._runs, self._unplanned.notes)
+        return self._batches.report(self._unplanned.notes)
 
     def is_planned(self) -> bool:
         """Whether the model can be planned as it is compiled now; says why not.
@@ -316,9 +312,9 @@ class PlannedTraining:
                 return self._plain(iter([data]))
             held = [data]
             del data  # so that arrays of ours lie in memory that nothing else refers to
-            logs = self._guards.setdefault(key, Guard(self.steps[key])).run(held, can_move=can_move)
+            logs = self._batches.run(key, held, can_move=can_move)
         except Exception as error:
-            if not self._is_failure(key, error):
+            if not self._batches.has_failed(key, error):
                 raise
             try:
                 reason = self._why_failed(error)
@@ -326,17 +322,9 @@ class PlannedTraining:
                 held = given = data = None  # noqa: F841 - whoever keeps the error keeps no batch
                 raise
         else:
-            self._batches.has_trained = True
-            self._runs[key] += 1
             self._unplanned.if_alarming(self.steps[key])
             return logs
         return self._run_unplanned(key, given, reason)
-
-    def _is_failure(self, key: Hashable | None, error: Exception) -> bool:
-        """Whether an error is of planning or of a plan, and not of the model's own step."""
-        if key in self._guards:
-            return self._guards[key].has_failed(error)
-        return key not in self.steps
 
     def _why_failed(self, error: Exception) -> str:
         try:
@@ -348,7 +336,6 @@ class PlannedTraining:
     def _run_unplanned(self, key: Hashable | None, data, reason: str):
         """Runs the model's own step; if that does not fail, it stands in for a plan from now on."""
         self._batches.forget(key)
-        self._guards.pop(key, None)
         gc.collect()  # what was made for a plan holds memory
         logs = self._plain(iter([data]))
         if key is not None:
