@@ -59,7 +59,7 @@ def stubbed(soon, later, *, verified=lambda _: None):
 
 def ready(step: PlannedStep) -> None:
     """Makes it ready to run."""
-    step._take_lease([], can_move=False)
+    step._take_lease([], can_renew=False)
 
 
 @pytest.mark.parametrize(

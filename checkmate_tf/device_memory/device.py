@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import Any
 
 import tensorflow as tf
 
 from checkmate_tf._tf_internals import IsMklEnabled
 from checkmate_tf.core.allocator import rounded
 from checkmate_tf.device_memory.allocation_replay import allocator_config
+
+_HOST = "CPU:0"
 
 
 def name_of(variables: Iterable[tf.Variable]) -> str:
@@ -54,6 +57,16 @@ def in_use_bytes(device: str) -> int:
 def peak_bytes(device: str) -> int:
     """Most bytes that the allocator had handed out since `reset_peak`."""
     return int(tf.config.experimental.get_memory_info(device)["peak"])
+
+
+def tensor_of(array: Any) -> tf.Tensor:
+    """A tensor in the memory of the device's allocator, which counts it: on a CPU, some arrays would stay their own."""
+    before_bytes = in_use_bytes(_HOST)
+    tensor = tf.convert_to_tensor(array)
+    is_held = in_use_bytes(_HOST) > before_bytes
+    if is_held or not is_cpu(tensor.device) or tensor.dtype == tf.string:
+        return tensor
+    return tf.raw_ops.DeepCopy(x=tensor)  # by chance of how its array lies, it is outside the allocator's memory
 
 
 def reset_peak(device: str) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from checkmate_tf.core.allocator import UNIT_BYTES
+from checkmate_tf.core.allocator import UNIT_BYTES, rounded
 from checkmate_tf.core.guard_blocks import guard_block_bytes
 from checkmate_tf.device_memory.allocation_replay import empty
 from checkmate_tf.device_memory.compaction import exact_chunks
-from checkmate_tf.device_memory.device import counted_bytes, uncounted_below_bytes
+from checkmate_tf.device_memory.device import counted_bytes, tensor_of, uncounted_below_bytes
 from checkmate_tf.device_memory.guard_blocks import divide
 
 _LEAST_BYTES = 64 << 10  # smaller tensors of a batch find room between others
@@ -32,7 +32,8 @@ class ReservedSlots:
     """Makes slots and holds the blocks between them.
 
     Args:
-        sizes: Bytes of each tensor of the batches.
+        sizes: Bytes of each tensor of a batch.
+        batches: How many of these there are slots for.
         small: Bytes of each slot for small tensors, if the device counts those.
         device: Device that will have them.
         most_bytes: What the blocks may take: once for batches, where they may take a part of these as well, and once
@@ -42,13 +43,14 @@ class ReservedSlots:
         nbytes: What the blocks take.
     """
 
-    def __init__(self, sizes: Sequence[int], small: Sequence[int], device: str, most_bytes: int):
+    def __init__(self, sizes: Sequence[int], batches: int, small: Sequence[int], device: str, most_bytes: int):
         self._device = device
         uncounted = uncounted_below_bytes(device)
+        slots = _slots_of([size for size in sizes if size >= _LEAST_BYTES]) * batches
         # The first part keeps the first slot from growing into what is in front of it.
-        parts = [max(_LEAST_BYTES, uncounted), *(size for size in sizes if size >= _LEAST_BYTES)]
+        parts = [max(_LEAST_BYTES, uncounted), *slots]
         between = counted_bytes(device, [guard_block_bytes(size, uncounted) for size in parts])
-        self._parts = parts if len(parts) > 1 and between <= max(most_bytes, _BETWEEN * sum(sizes)) else []
+        self._parts = parts if len(parts) > 1 and between <= max(most_bytes, _BETWEEN * sum(slots)) else []
         blocks_bytes = UNIT_BYTES * (len(small) + 1)
         self._small = list(small) if uncounted <= UNIT_BYTES and blocks_bytes <= most_bytes else []
         self.nbytes = (between if self._parts else 0) + (blocks_bytes if self._small else 0)
@@ -72,13 +74,23 @@ class ReservedSlots:
                 self._small_blocks = [block for _, block in between]
 
 
-def move_to_slots(batch: list[Any], device: str) -> Any:
-    """Moves a batch into slots.
+def _slots_of(sizes: list[int]) -> list[int]:
+    """Sizes of the slots for one batch: a single one where its tensors come to fill that to the end."""
+    left_bytes = whole_bytes = sum(map(rounded, sizes))
+    for nbytes in map(rounded, sizes):
+        if left_bytes != nbytes and left_bytes < 2 * nbytes:  # it would be given all that is left
+            return sizes
+        left_bytes -= nbytes
+    return [whole_bytes] if sizes else []
+
+
+def renew(batch: list[Any], device: str) -> Any:
+    """Frees a batch and makes it anew: it comes to lie where the next one will, in slots if there are any.
 
     Args:
         batch: A list with the batch: (nested) tensors that nothing else holds, or else they stay where they are. It is
             taken out of the list.
-        device: Device that has the slots.
+        device: Device whose tensors are meant.
 
     Returns:
         The batch.
@@ -86,10 +98,17 @@ def move_to_slots(batch: list[Any], device: str) -> Any:
     structure = batch.pop()
     leaves = tf.nest.flatten(structure)
     structure = tf.nest.map_structure(lambda _: None, structure)
+    arrays = {}
     for k in range(len(leaves)):
         if leaves[k] is None or not leaves[k].device.endswith(device) or leaves[k].dtype == tf.string:
             continue
-        before = weakref.ref(leaves[k])
-        leaves[k] = tf.raw_ops.DeepCopy(x=leaves[k])
-        leaves[k] = leaves[k] if before() is None else before()
+        held = weakref.ref(leaves[k])
+        arrays[k] = leaves[k].numpy()
+        leaves[k] = None
+        if held() is not None:
+            leaves[k] = held()
+            del arrays[k]
+    with tf.device(device):
+        for k in list(arrays):
+            leaves[k] = tensor_of(arrays.pop(k))
     return tf.nest.pack_sequence_as(structure, leaves)

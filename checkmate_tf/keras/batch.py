@@ -10,7 +10,6 @@ from checkmate_tf.device_memory import device
 from checkmate_tf.device_memory.compaction import exact_chunks
 from checkmate_tf.errors import ModelError
 
-_HOST = "CPU:0"
 _ROOM = 4  # times a batch, from which it is cut
 
 
@@ -27,12 +26,7 @@ def _as_tensor(leaf):
         return None
     if isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, tf.distribute.DistributedValues)):
         return leaf
-    before_bytes = device.in_use_bytes(_HOST)
-    tensor = tf.convert_to_tensor(leaf)
-    is_held = device.in_use_bytes(_HOST) > before_bytes
-    if is_held or "CPU" not in tensor.device or tensor.dtype == tf.string:
-        return tensor
-    return tf.raw_ops.DeepCopy(x=tensor)  # by chance of how its array lies, it is outside the allocator's memory
+    return device.tensor_of(leaf)
 
 
 def is_dense(data) -> bool:

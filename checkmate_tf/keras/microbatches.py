@@ -219,19 +219,19 @@ class MicrobatchedStep:
             step.try_out(self._part(data, k))
         self._is_tried = True
 
-    def run(self, held: list, *, can_move: bool = False):
+    def run(self, held: list, *, can_renew: bool = False):
         """Runs the step; should it fail, no gradient of it is left.
 
         Args:
             held: A list with the batch, which is taken out of it.
-            can_move: Nothing else holds the batch, so it can be moved to where later batches will be.
+            can_renew: Nothing else holds the batch, so it can be made anew, where later batches will lie.
 
         Returns:
             What the unmodified step returns.
         """
         if not self._is_tried:
             self.try_out(held[0])
-        if can_move and not self._has_run:
+        if can_renew and not self._has_run:
             self._try_as_later_ones(held)
         self._has_run = True
         data = held.pop()

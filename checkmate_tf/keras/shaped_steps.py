@@ -110,18 +110,18 @@ class ShapedSteps:
         self._families[batch.kind(input_spec)].plan_smaller(batch.spec_of(input_spec), self._settings)
         self._ahead.update(self.of)
 
-    def run(self, key: Hashable, held: list, *, can_move: bool = False) -> Any:
+    def run(self, key: Hashable, held: list, *, can_renew: bool = False) -> Any:
         """Runs the planned step for a signature.
 
         Args:
             key: The signature, which is planned for.
             held: A list with the batch, which is taken out of it.
-            can_move: Nothing else holds the batch.
+            can_renew: Nothing else holds the batch.
 
         Returns:
             What the unmodified step returns.
         """
-        results = self._guards.setdefault(key, Guard(self.of[key])).run(held, can_move=can_move)
+        results = self._guards.setdefault(key, Guard(self.of[key])).run(held, can_renew=can_renew)
         self.has_trained = True
         self._runs[key] += 1
         return results

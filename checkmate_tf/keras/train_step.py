@@ -302,7 +302,7 @@ class PlannedTraining:
         """
         given, key, held = data, None, None
         try:
-            can_move = not any(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(data))
+            can_renew = not any(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(data))
             data = self._without_absent(batch.as_tensors(data))
             if replicas.is_replicated(self._model):
                 data = replicas.as_distributed(data, self._model.distribute_strategy)
@@ -312,7 +312,7 @@ class PlannedTraining:
                 return self._plain(iter([data]))
             held = [data]
             del data  # so that arrays of ours lie in memory that nothing else refers to
-            logs = self._batches.run(key, held, can_move=can_move)
+            logs = self._batches.run(key, held, can_renew=can_renew)
         except Exception as error:
             if not self._batches.has_failed(key, error):
                 raise

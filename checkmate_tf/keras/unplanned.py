@@ -168,17 +168,17 @@ class Guard:
         self._ran: EvaluatedPlan | None = None  # the plan that ran last without an error
         self.has_run = False
 
-    def run(self, held: list, *, can_move: bool = False):
+    def run(self, held: list, *, can_renew: bool = False):
         """Runs the step; the first run of a plan changes nothing if it fails.
 
         Args:
             held: A list with the batch, which is taken out of it.
-            can_move: Nothing else holds the batch.
+            can_renew: Nothing else holds the batch.
 
         Returns:
             What the unmodified step returns.
         """
-        results = self._step.run(held, can_move=can_move)
+        results = self._step.run(held, can_renew=can_renew)
         self._ran = self._step.candidate
         self.has_run = True
         return results

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from checkmate_tf.device_memory.reserved_slots import move_to_slots
+from checkmate_tf.device_memory.reserved_slots import renew
 from checkmate_tf.lowering.rebuild import Lean
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan, cheapest
 from checkmate_tf.step.pipeline import ProfiledStep
@@ -36,17 +36,17 @@ class PlacedPlan:
         self._guard_blocks: list[tf.Tensor] = []
         self._divided = 0  # how many they were when the plan was made
 
-    def take_slots(self, batch: list[Any], *, can_move: bool) -> None:
+    def take_slots(self, batch: list[Any], *, can_renew: bool) -> None:
         """Makes memory what it will be in training.
 
         Args:
             batch: A list with the batch.
-            can_move: The batch may lie elsewhere then: it is moved to one of the slots.
+            can_renew: The batch may be made anew, in one of the slots.
         """
         self._profiled.memory.ready_to_run()
         self._slots.take()
-        if can_move:
-            batch.append(move_to_slots(batch, self._profiled.device))
+        if can_renew:
+            batch.append(renew(batch, self._profiled.device))
         self._slots.take_for_small()
 
     def divide(self) -> None:

@@ -155,12 +155,12 @@ class PlannedStep:
         """Runs the step on one batch of the planned signature; returns what the unmodified step returns."""
         return self.run([data])
 
-    def run(self, batch: list[Any], *, can_move: bool = False) -> Any:
+    def run(self, batch: list[Any], *, can_renew: bool = False) -> Any:
         """Runs the step; the first time, and once memory has been rearranged, as the last run of a trial.
 
         Args:
             batch: A list with the batch, which is taken out of it.
-            can_move: Nothing else holds the batch, so it can be moved to where later batches will be.
+            can_renew: Nothing else holds the batch, so it can be made anew, where later batches will lie.
 
         Returns:
             What the unmodified step returns.
@@ -168,11 +168,13 @@ class PlannedStep:
         Raises:
             NoScheduleFound: No plan was found that keeps the budget when it runs. Nothing has changed.
         """
-        self._take_lease(batch, can_move)
+        self._take_lease(batch, can_renew)
+        if self._has_trained and self._is_crowded():
+            self._take_lease(batch, can_renew)
         if self._trusted_at == self._lease.changes:
             return self._run(batch.pop())
         if not self._lasting:
-            return self._tried(batch, can_move=can_move)
+            return self._tried(batch, can_renew=can_renew)
         with effects.undone_if_it_fails(self._profiled.traced):
             results = self._run(batch.pop())
         self._trusted_at = self._lease.changes
@@ -185,9 +187,9 @@ class PlannedStep:
             NoScheduleFound: No plan was found that keeps the budget when it runs.
         """
         batch = [data]
-        self._take_lease(batch, can_move=False)
+        self._take_lease(batch, can_renew=False)
         if not self._lasting:
-            self._tried(batch, can_move=False, counts=False)
+            self._tried(batch, can_renew=False, counts=False)
         self._trusted_at = None  # the first batch will lie elsewhere, and may hold what zeros do not
 
     def measured_bytes(self, data: Any) -> int | None:
@@ -201,7 +203,7 @@ class PlannedStep:
         self._profiled.memory.ready_to_run()
         self._placed.divide()
         trials = self._DOUBTFUL_RUNS if self._profiled.profile.is_estimated else 1
-        measured = [self._trial([data], can_move=False, counts=False).peak_bytes for _ in range(trials)]
+        measured = [self._trial([data], can_renew=False, counts=False).peak_bytes for _ in range(trials)]
         peaks = [peak for peak in measured if peak is not None]
         return 2 * max(peaks) - min(peaks) if len(peaks) == len(measured) else None
 
@@ -215,7 +217,7 @@ class PlannedStep:
             spec: The batch as (nested) tf.TensorSpec, which is there.
         """
         try:
-            self._take_lease([], can_move=False)
+            self._take_lease([], can_renew=False)
         except NoScheduleFound:
             return False
         memory = self.candidate.memory.with_sizes(self._profiled.tensor_bytes_at(spec))
@@ -252,14 +254,14 @@ class PlannedStep:
         """Frees the guard blocks of this step's plan: another step takes the lease."""
         self._placed.free_guard_blocks()
 
-    def _take_lease(self, batch: list[Any], can_move: bool) -> None:
+    def _take_lease(self, batch: list[Any], can_renew: bool) -> None:
         """Makes memory what the plan was made for, if it is not.
 
         Raises:
             NoScheduleFound: There is no plan for the first run, known or found in time.
         """
         if self._whole is not None:
-            self._whole._take_lease([], can_move=False)
+            self._whole._take_lease([], can_renew=False)
             return
         if self._has_trained:  # memory is divided, and planned for, within the budget then
             self._profiled.stay_within(self.budget_bytes)
@@ -270,7 +272,7 @@ class PlannedStep:
         if self._is_ready:
             return
         if not self._has_trained:
-            self._placed.take_slots(batch, can_move=can_move)
+            self._placed.take_slots(batch, can_renew=can_renew)
             self._lease.take(self)  # nobody has it once variables have moved
         if not self._find_plan_for_now():
             if not self._has_trained:
@@ -278,12 +280,28 @@ class PlannedStep:
             self._go_on_as_it_is()
         self._is_ready = True
 
-    def _tried(self, batch: list[Any], *, can_move: bool, counts: bool = True) -> Any:
+    def _is_crowded(self) -> bool:
+        """Whether others have come to hold more than batches of a pipeline take, and a plan with that much less may do.
+
+        So it is with other arrays for `fit`, or with arrays for validation. The step is planned again then.
+        """
+        in_use_bytes, memory = devices.in_use_bytes(self._profiled.device), self._profiled.memory
+        others_bytes = self._measured.others_bytes(in_use_bytes)
+        may_keep_it = in_use_bytes < self.budget_bytes < self.candidate.peak_bytes + others_bytes
+        if not may_keep_it or others_bytes <= memory.drawn_bytes + STATES * memory.batch_bytes:
+            return False
+        if self._whole is not None or self._replans == self._MOST_REPLANS:
+            return False
+        self._note(f"others hold {others_bytes:,} bytes on the device that they did not hold before; planned again.")
+        self._begin_anew()
+        return True
+
+    def _tried(self, batch: list[Any], *, can_renew: bool, counts: bool = True) -> Any:
         """Runs the step, and plans it again, until what is measured keeps the budget.
 
         Args:
             batch: A list with the batch.
-            can_move: It can lie elsewhere in each run, as later batches will.
+            can_renew: It may be made anew for each run, where later batches will lie.
             counts: The last run is a step of the training; else all that any of them writes is put back.
 
         Returns:
@@ -294,7 +312,7 @@ class PlannedStep:
         """
         for _ in range(self._MOST_TRIALS):
             with self._profiled.phase("trial"):
-                outcome = self._trial(batch, can_move, counts)
+                outcome = self._trial(batch, can_renew, counts)
             self._trial_peaks.append(outcome.peak_bytes)
             if outcome.is_within:
                 self._trusted_at = self._lease.changes
@@ -353,7 +371,7 @@ class PlannedStep:
             best_peak_bytes=smallest_bytes,
         )
 
-    def _trial(self, batch: list[Any], can_move: bool, counts: bool) -> trial.Outcome:
+    def _trial(self, batch: list[Any], can_renew: bool, counts: bool) -> trial.Outcome:
         """Runs the step some times; see `trial.run`."""
         outcome = trial.run(
             self._profiled,
@@ -361,7 +379,7 @@ class PlannedStep:
             functools.partial(self._call, wait=True),
             runs=self._trial_runs,
             most_bytes=self._most_in_trial,
-            can_move=can_move,
+            can_renew=can_renew,
             counts=counts,
             draw_anew=self._draw_anew,
         )
@@ -461,6 +479,10 @@ class PlannedStep:
             f"a step took {measured_bytes:,} bytes, {unforeseen:,} more than predicted{of_others}; planned again."
         )
         self._tighten(measured_bytes - of_others_bytes)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Another plan is sought before the next run."""
         self._replans += 1
         self._is_ready = False
         self._trusted_at = None

@@ -171,7 +171,7 @@ class StepMemory:
 
     def slots(self) -> ReservedSlots:
         """Slots for batches, one for each state of memory, and for the small tensors of the step."""
-        return ReservedSlots(self._fed_bytes * STATES, self._small, self.device, self._most_slots_bytes)
+        return ReservedSlots(self._fed_bytes, STATES, self._small, self.device, self._most_slots_bytes)
 
     def make_room(self, nbytes: int) -> int:
         """Makes the allocator own one free block of this size, or what there is room for; returns its size."""

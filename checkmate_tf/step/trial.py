@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from checkmate_tf.device_memory import device as devices
-from checkmate_tf.device_memory.reserved_slots import move_to_slots
+from checkmate_tf.device_memory.reserved_slots import renew
 from checkmate_tf.errors import is_out_of_memory
 from checkmate_tf.lowering import effects
 from checkmate_tf.step.pipeline import ProfiledStep
@@ -52,7 +52,7 @@ def run(
     *,
     runs: int,
     most_bytes: Callable[[int], int],
-    can_move: bool,
+    can_renew: bool,
     counts: bool,
     draw_anew: Callable[[], None],
 ) -> Outcome:
@@ -67,7 +67,7 @@ def run(
         call: Runs the planned function on a batch; returns what it returns, and the seconds that it took.
         runs: How many there are.
         most_bytes: What a run may take, from what is in use before.
-        can_move: The batch can lie elsewhere in each run, as later batches will.
+        can_renew: The batch is made anew behind each run, where later ones will lie.
         counts: The last run remains, if none took too much; else all that any of them writes is put back.
         draw_anew: Takes back what kernels drew from streams of their own.
     """
@@ -102,8 +102,8 @@ def run(
         if counts and not left and is_within:
             return Outcome(highest, before_bytes, is_within, Run(results, seconds, peak_bytes))
         del results
-        if can_move:
-            batch.append(move_to_slots(batch, device))
+        if can_renew:
+            batch.append(renew(batch, device))
     put_back()
     draw_anew()
     return Outcome(highest, before_bytes, is_within)

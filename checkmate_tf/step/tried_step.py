@@ -154,12 +154,12 @@ class TriedStep:
         )
         self.budget_bytes = max(parsed, self._settings.least_budget_bytes)
 
-    def run(self, batch: list[Any], *, can_move: bool = False) -> Any:  # noqa: ARG002 - as `PlannedStep.run`
+    def run(self, batch: list[Any], *, can_renew: bool = False) -> Any:  # noqa: ARG002 - as `PlannedStep.run`
         """Runs the step.
 
         Args:
             batch: A list with the batch, which is taken out of it.
-            can_move: Does not matter here.
+            can_renew: Does not matter here.
 
         Returns:
             What the unmodified step returns.

@@ -171,9 +171,9 @@ def test_a_table_of_which_rows_are_updated_is_not_copied_to_be_read(options):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("part", slow_but([1.0], [0.15, 1.0]))
+@pytest.mark.parametrize("part", slow_but([0.15], [0.15, 1.0]))
 def test_what_others_hold_for_good_counts(options, part):
-    """As arrays for validation do, which Keras keeps from the first epoch on."""
+    """As arrays for validation do, which Keras keeps from the first epoch on. No step is above where a plan can do."""
     model = compiled(sequential(depth=4, dropout=0))
     x, y = images(BATCH)
     checkmate_tf.compile(model, 0.9, **options)
@@ -182,14 +182,15 @@ def test_what_others_hold_for_good_counts(options, part):
     held = tf.zeros(int(part * budget) // 4)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        for _ in range(6):
-            model.train_on_batch(x, y)
+        with Watch(model) as watch:
+            for _ in range(6):
+                model.train_on_batch(x, y)
     said = [str(warning.message) for warning in seen if "may take more than" in str(warning.message)]
-    assert any("that others hold" in note for note in replanned(model))
+    assert any("others hold" in note for note in replanned(model))
     devices.reset_peak("CPU:0")
     model.train_on_batch(x, y)
     if part < 1:
-        assert devices.peak_bytes("CPU:0") <= budget
+        assert not watch.above(budget)
         assert not said
     else:
         assert devices.peak_bytes("CPU:0") > budget
