@@ -86,7 +86,7 @@ MECHANISMS = {
     "reserved slots": Mechanism(
         "nothing is held between slots, and no room for that is set aside",
         seam=(step_memory.StepMemory, "slots"),
-        replacement=lambda step: ReservedSlots([], [], step.device, 0),
+        replacement=lambda step: ReservedSlots([], 0, [], step.device, 0),
         watched=(ReservedSlots, "__init__"),
         acts=lambda _, slots, *_sizes: bool(slots.nbytes),
     ),
@@ -109,7 +109,7 @@ MECHANISMS = {
         seam=(out_of_memory, "learn"),
         replacement=lambda _: None,
         watched=(out_of_memory, "foreseen_peak"),
-        acts=lambda peak, *_: peak == out_of_memory.NO_ROOM,
+        acts=lambda peak, *_: peak is None,
         limited=True,
     ),
 }

@@ -58,7 +58,7 @@ def test_there_are_no_slots_while_they_are_off():
         assert ablation.step_memory.StepMemory.slots(step).nbytes == 0
     assert not acted["reserved slots"]
     with ablation.switched_off(ablation.NOTHING) as acted:
-        ablation.ReservedSlots([MIB] * 3, [], step.device, 100 * MIB)
+        ablation.ReservedSlots([MIB], 3, [], step.device, 100 * MIB)
     assert acted["reserved slots"] == 1
 
 

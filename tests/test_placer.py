@@ -40,7 +40,7 @@ def oversized_in(memory: Memory, partition) -> list[int]:
 
 
 def placed(memory: Memory, budget_bytes: int):
-    return Placer(Waiting(peak_in), oversized_in).place(memory, budget_bytes, memory.peak_bytes)
+    return Placer(Waiting(peak_in, oversized_in)).place(memory, budget_bytes, memory.peak_bytes)
 
 
 def test_a_request_that_gets_a_larger_chunk_has_a_part_of_its_own_the_next_time():

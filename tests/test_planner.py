@@ -138,15 +138,21 @@ def test_a_search_does_not_lose_the_time_in_which_the_allocator_waits(monkeypatc
 
     for module in (guard_blocks, solver):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    allocator = guard_blocks.Waiting(report)
-    allocator(SimpleNamespace(peak_bytes=1000))
+
+    def oversized(memory, *_):
+        report(memory)
+        return []
+
+    allocator = guard_blocks.Waiting(report, oversized)
+    allocator.peak(SimpleNamespace(peak_bytes=1000))
     clock = allocator.clock(3.0)
-    allocator(SimpleNamespace(peak_bytes=800))
+    allocator.peak(SimpleNamespace(peak_bytes=800))
     assert clock.left_s == 2.5
-    allocator(SimpleNamespace(peak_bytes=950))
-    assert (clock.elapsed_s, clock.left_s, now[0]) == (0.5, 2.5, 20.5)
+    allocator.peak(SimpleNamespace(peak_bytes=950))
+    allocator.oversized(SimpleNamespace(peak_bytes=950))
+    assert (clock.elapsed_s, clock.left_s, now[0]) == (0.5, 2.5, 30.5)
     for _ in range(6):
-        allocator(SimpleNamespace(peak_bytes=950))
+        allocator.peak(SimpleNamespace(peak_bytes=950))
     assert clock.left_s == 0.0, "where it waits at each answer, the search still ends"
 
 

@@ -47,11 +47,11 @@ def allocator_peak(
     events = _counted_events(memory, device)
     if _is_beyond_limit(sum(partition), device):
         return None
-    foreseen = out_of_memory.foreseen_peak(*events, device, partition, disturbing_bytes, most_bytes)
-    if foreseen == out_of_memory.NO_ROOM:
-        return None
-    if foreseen is not None and most_bytes is not None:  # to play it might take more
-        return foreseen
+    known = out_of_memory.known(device, most_bytes)
+    if known is not None:
+        foreseen = out_of_memory.foreseen_peak(known, *events, device, partition, disturbing_bytes, most_bytes)
+        if foreseen is None or most_bytes is not None:  # to play it would wait for memory, or might take more
+            return foreseen
     guard_blocks = _guard_blocks(partition, device, most_bytes)
     if guard_blocks is None:
         if most_bytes is None:
@@ -91,8 +91,11 @@ def oversized(memory: Memory, device: str, partition: Sequence[int], most_bytes:
     buffer, nbytes = _counted_events(memory, device)
     if _is_beyond_limit(max(memory.peak_bytes, sum(partition)), device):
         return []
-    played = out_of_memory.foreseen_run(buffer, nbytes, device, partition, most_bytes)
-    if played is None and most_bytes is None:
+    known = out_of_memory.known(device, most_bytes)
+    played = None
+    if known is not None:
+        played = out_of_memory.foreseen_run(known, buffer, nbytes, device, partition, most_bytes)
+    elif most_bytes is None:
         held = divide(partition, device)
         played = replay_allocations(buffer, nbytes, device=device)
         del held

@@ -21,7 +21,6 @@ from checkmate_tf.device_memory.allocation_replay import address, allocator_conf
 from checkmate_tf.device_memory.device import counted_bytes, grows, in_use_bytes, is_cpu
 from checkmate_tf.errors import CheckmateError
 
-NO_ROOM = 1 << 62  # more than any device has
 _MOST_PROBES = 8  # free chunks, the largest of the map, of which is seen whether they are still there
 _LEAST_PROBE_BYTES = 1 << 18
 
@@ -45,17 +44,26 @@ def learn(device: str) -> None:
         _maps[device] = BfcAllocator(config, state)
 
 
-def is_known(device: str, most_bytes: int | None = None) -> bool:
-    """Whether there is a map of the device's memory as it is now.
+def known(device: str, most_bytes: int | None = None) -> BfcAllocator | None:
+    """The device's allocator as it is now, if there is a map of it.
 
     Args:
         device: Device whose allocator is meant.
         most_bytes: That may be in use while the map is compared with the memory, everything included.
     """
-    return _known(device, most_bytes) is not None
+    found = _maps.get(device)
+    if found is None:
+        return None
+    if found.in_use_bytes == in_use_bytes(device) and (
+        not is_cpu(device) or _lies_as_before(found, device, most_bytes)
+    ):
+        return found
+    del _maps[device]
+    return None
 
 
 def foreseen_peak(
+    memory: BfcAllocator,
     buffer: np.ndarray,
     nbytes: np.ndarray,
     device: str,
@@ -63,9 +71,10 @@ def foreseen_peak(
     disturbing_bytes: Sequence[Sequence[int]] = ((),),
     most_bytes: int | None = None,
 ) -> int | None:
-    """The highest peak of some runs of a plan, if there is a map of the memory as it is now.
+    """The highest peak of some runs of a plan.
 
     Args:
+        memory: The allocator as it is now.
         buffer: As for `replay_allocations`.
         nbytes: As for `replay_allocations`.
         device: Device whose allocator is meant.
@@ -74,47 +83,50 @@ def foreseen_peak(
         most_bytes: As for `guard_blocks.allocator_peak`.
 
     Returns:
-        Bytes, as `guard_blocks.allocator_peak` returns them; `NO_ROOM` where memory runs out in a run or before it;
-        None where there is no map.
+        Bytes, as `guard_blocks.allocator_peak` returns them; None where memory runs out in a run or before it.
     """
-    if not is_known(device, most_bytes):
-        return None
-    allocator = _divided(device, partition, most_bytes)
+    allocator = _divided(memory, device, partition, most_bytes)
     if allocator is None:
-        return NO_ROOM
+        return None
     worst = 0
     for sizes in disturbing_bytes:
         disturbed = allocator.copy()
         if any(disturbed.allocate(size) is None for size in sizes):
-            return NO_ROOM
+            return None
         played = play(disturbed, buffer, nbytes)
         if not played.fits:
-            return NO_ROOM
+            return None
         worst = max(worst, played.peak_bytes - counted_bytes(device, sizes))
     return worst
 
 
 def foreseen_run(
-    buffer: np.ndarray, nbytes: np.ndarray, device: str, partition: Sequence[int], most_bytes: int | None = None
+    memory: BfcAllocator,
+    buffer: np.ndarray,
+    nbytes: np.ndarray,
+    device: str,
+    partition: Sequence[int],
+    most_bytes: int | None = None,
 ) -> Playback | None:
-    """A run of a plan from the memory as it is now, if there is a map of that and room for the parts; else None.
+    """A run of a plan, if there is room for the parts; else None.
 
     Args:
+        memory: The allocator as it is now.
         buffer: As for `replay_allocations`.
         nbytes: As for `replay_allocations`.
         device: Device whose allocator is meant.
         partition: As for `guard_blocks.allocator_peak`.
         most_bytes: As for `guard_blocks.allocator_peak`.
     """
-    if not is_known(device, most_bytes):
-        return None
-    allocator = _divided(device, partition, most_bytes)
+    allocator = _divided(memory, device, partition, most_bytes)
     return None if allocator is None else play(allocator, buffer, nbytes)
 
 
-def _divided(device: str, partition: Sequence[int], most_bytes: int | None) -> BfcAllocator | None:
-    """A copy of the map, divided; None where there is no room for the parts."""
-    allocator = _maps[device].copy()
+def _divided(
+    memory: BfcAllocator, device: str, partition: Sequence[int], most_bytes: int | None
+) -> BfcAllocator | None:
+    """A copy of the allocator, its memory divided; None where there is no room for the parts."""
+    allocator = memory.copy()
     room_bytes = UNLIMITED_BYTES if most_bytes is None else most_bytes - allocator.in_use_bytes
     if sum(partition) > room_bytes:
         return None
@@ -132,27 +144,14 @@ def _divided(device: str, partition: Sequence[int], most_bytes: int | None) -> B
     return allocator
 
 
-def _known(device: str, most_bytes: int | None) -> BfcAllocator | None:
-    """The allocator as it is now, if there is a map of it."""
-    known = _maps.get(device)
-    if known is None:
-        return None
-    if known.in_use_bytes == in_use_bytes(device) and (
-        not is_cpu(device) or _lies_as_before(known, device, most_bytes)
-    ):
-        return known
-    del _maps[device]
-    return None
-
-
-def _lies_as_before(known: BfcAllocator, device: str, most_bytes: int | None) -> bool:
+def _lies_as_before(found: BfcAllocator, device: str, most_bytes: int | None) -> bool:
     """Whether large free chunks are where a map says: a request for just one of them gets it."""
-    room_bytes = UNLIMITED_BYTES if most_bytes is None else most_bytes - known.in_use_bytes
-    free_bytes = [size for size in known.free_chunks_bytes() if _LEAST_PROBE_BYTES <= size <= room_bytes]
+    room_bytes = UNLIMITED_BYTES if most_bytes is None else most_bytes - found.in_use_bytes
+    free_bytes = [size for size in found.free_chunks_bytes() if _LEAST_PROBE_BYTES <= size <= room_bytes]
     sizes = free_bytes[-_MOST_PROBES:]
     with tf.device(device):
         for size in sizes:
-            expected = known.copy().allocate(size)
+            expected = found.copy().allocate(size)
             if address(empty(size)) // UNIT_BYTES * UNIT_BYTES != expected:
                 return False
     return True

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,7 @@ STATES = 3  # states of the allocator in which a plan must keep the budget
 Partition = tuple[int, ...]
 AllocatorPeak = Callable[..., int | None]  # as `StepMemory.allocator_peak`
 Oversized = Callable[[Memory, Partition], list[int]]  # as `StepMemory.oversized`
+Answer = TypeVar("Answer")
 
 _LIMIT_S = 1.0  # for one plan
 _LARGE = 1 / 4000  # of a plan's peak: smaller tensors have no parts of their own
@@ -57,28 +59,37 @@ class Waiting:
     """An allocator, and how long it has waited: ten seconds each time that it runs out of memory unforeseen.
 
     Args:
-        allocator_peak: As for `Placer`.
+        allocator_peak: As for `Planner`.
+        oversized: As for `Planner`.
 
     Attributes:
         waited_s: Seconds of such waits so far.
     """
 
-    def __init__(self, allocator_peak: AllocatorPeak):
-        self._ask = allocator_peak
+    def __init__(self, allocator_peak: AllocatorPeak, oversized: Oversized = none_known):
+        self._allocator_peak = allocator_peak
+        self._oversized = oversized
         self.waited_s = 0.0
 
     def clock(self, time_limit_s: float) -> Clock:
         """One that stands still while the allocator waits, a minute at most: a search might do little else."""
         return _WaitingClock(time_limit_s, self)
 
-    def __call__(self, *question: object) -> int | None:
+    def peak(self, *question: Any) -> int | None:
         """As `allocator_peak`."""
+        return self._asked(self._allocator_peak, question)
+
+    def oversized(self, *question: Any) -> list[int]:
+        """As `oversized`."""
+        return self._asked(self._oversized, question)
+
+    def _asked(self, ask: Callable[..., Answer], question: tuple[Any, ...]) -> Answer:
         began_s = time.perf_counter()
-        peak = self._ask(*question)
+        answer = ask(*question)
         asked_s = time.perf_counter() - began_s
-        if peak is None and asked_s > _WAITED_S:
+        if not answer and asked_s > _WAITED_S:
             self.waited_s += asked_s
-        return peak
+        return answer
 
 
 class _WaitingClock(Clock):
@@ -97,18 +108,12 @@ class Placer:
     """Finds partitions for the plans of one step.
 
     Args:
-        allocator_peak: Called as `(memory, partition, states, enough_bytes)`, all but the first optional: plays a
-            simulated plan on the allocator, in a partition, in its present state or in that and ones that are
-            disturbed, until it takes enough; returns the highest peak that the allocator would report, everything
-            included, or None where the memory runs out.
-        oversized: Called as `(memory, partition)`: plays a plan in its present state; returns the sizes of the requests
-            that hold more than they asked for at the peak.
+        allocator: Of the device.
         uncounted_below_bytes: As in `AllocatorConfig`.
     """
 
-    def __init__(self, allocator_peak: Waiting, oversized: Oversized, uncounted_below_bytes: int = 0):
-        self._allocator_peak = allocator_peak
-        self._oversized = oversized
+    def __init__(self, allocator: Waiting, uncounted_below_bytes: int = 0):
+        self._allocator = allocator
         self._uncounted_below_bytes = uncounted_below_bytes
 
     def place(self, memory: Memory, budget_bytes: int, tensor_bytes: int, first: Partition = ()) -> Placement:
@@ -124,7 +129,7 @@ class Placer:
         if tensor_bytes > budget_bytes:
             return Placement((), self._worst(memory, (), budget_bytes + 1))
         best = Placement((), NEVER)
-        clock = self._allocator_peak.clock(_LIMIT_S)
+        clock = self._allocator.clock(_LIMIT_S)
         sketch = _sketch(memory)
         missing_bytes = memory.most_counted_bytes(0) - sketch.most_counted_bytes(0)
         room_bytes = budget_bytes - tensor_bytes
@@ -140,7 +145,7 @@ class Placer:
 
     def _worst(self, memory: Memory, partition: Partition, enough: int) -> int:
         """Highest peak over the states of the allocator, or over some if that is no better than `enough`."""
-        peak = self._allocator_peak(memory, partition, STATES, enough)
+        peak = self._allocator.peak(memory, partition, STATES, enough)
         return NEVER if peak is None else peak
 
     def _partitions(self, memory: Memory, room_bytes: int, first: Partition) -> Iterator[Partition]:
@@ -166,7 +171,7 @@ class Placer:
                 if partition and taken_bytes[partition] <= enough_bytes:
                     yield partition
         best = min(taken_bytes, key=lambda partition: taken_bytes[partition])
-        yield from _repaired(best, lambda partition: self._oversized(memory, partition), least_bytes)
+        yield from _repaired(best, lambda partition: self._allocator.oversized(memory, partition), least_bytes)
 
 
 def _repaired(

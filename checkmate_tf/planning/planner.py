@@ -54,8 +54,12 @@ class Planner:
         op_graph: The step in its original order, with measured storage.
         costs: Its measured costs.
         base_bytes: What the device holds before the step: its variables, the batch, and what is not the step's.
-        allocator_peak: As for `Placer`.
-        oversized: As for `Placer`; by default nothing is.
+        allocator_peak: Called as `(memory, partition, states, enough_bytes)`, all but the first optional: plays a
+            simulated plan on the allocator, in a partition, in its present state or in that and ones that are
+            disturbed, until it takes enough; returns the highest peak that the allocator would report, everything
+            included, or None where the memory runs out.
+        oversized: Called as `(memory, partition)`: plays a plan in its present state; returns the sizes of the requests
+            that hold more than they asked for at the peak. By default none do.
         uncounted_below_bytes: Smaller requests are in no statistics of the allocator.
         limit_bytes: Most that the device hands out, or None where that is not known.
         strategy: Name of the solver.
@@ -88,8 +92,8 @@ class Planner:
     ):
         self._op_graph = op_graph
         self._costs = costs
-        self._allocator_peak = Waiting(allocator_peak)
-        self._placer = Placer(self._allocator_peak, oversized, uncounted_below_bytes)
+        self._allocator = Waiting(allocator_peak, oversized)
+        self._placer = Placer(self._allocator, uncounted_below_bytes)
         self._uncounted_below_bytes = uncounted_below_bytes
         self._limit_bytes = np.inf if limit_bytes is None else limit_bytes
         self._placements: dict[tuple[Memory, int], Placement] = {}
@@ -115,7 +119,7 @@ class Planner:
 
     def clock(self, time_limit_s: float) -> Clock:
         """For what is sought within a time; waits of an allocator that has run out of memory come on top."""
-        return self._allocator_peak.clock(time_limit_s)
+        return self._allocator.clock(time_limit_s)
 
     def store_all(self) -> EvaluatedPlan:
         """The plan that recomputes nothing, in the order with the lower peak."""
@@ -291,7 +295,7 @@ class Planner:
         verified = verify(
             self.placed(candidate, budget_bytes),
             budget_bytes,
-            self._allocator_peak,
+            self._allocator.peak,
             base_bytes=self._base_bytes,
             uncounted_below_bytes=self._uncounted_below_bytes,
         )
@@ -401,7 +405,7 @@ class Planner:
         """
         ordered, costs = permute(self._op_graph, self._costs, ready_order(self._op_graph))
         candidate = self._simulated(ordered, costs, range(ordered.n))
-        peak = self._allocator_peak(candidate.memory, (), STATES)
+        peak = self._allocator.peak(candidate.memory, (), STATES)
         return dataclasses.replace(candidate, peak_bytes=NEVER if peak is None else peak)
 
     def ready_bytes(self) -> int:
@@ -418,7 +422,7 @@ class Planner:
         order, begin_s, end_s = side_by_side(self._op_graph, self._costs.time_s, workers)
         ordered, costs = permute(self._op_graph, self._costs, order)
         memory = simulate(ordered, compile_plan(ordered, range(ordered.n)), costs.workspace_bytes, costs.requests)
-        overlapping = self._allocator_peak(memory.overlapping(begin_s, end_s), (), STATES)
+        overlapping = self._allocator.peak(memory.overlapping(begin_s, end_s), (), STATES)
         return NEVER if overlapping is None else max(peak_bytes, overlapping)
 
     def tensor_peak(self, candidate: EvaluatedPlan) -> int:
@@ -465,7 +469,7 @@ class Planner:
     def _simulated(self, op_graph: OpGraph, costs: Costs, ops: Sequence[int]) -> EvaluatedPlan:
         plan = compile_plan(op_graph, ops)
         memory = simulate(op_graph, plan, costs.workspace_bytes, costs.requests)
-        peak = self._allocator_peak(memory)
+        peak = self._allocator.peak(memory)
         return EvaluatedPlan(
             op_graph=op_graph,
             costs=costs,

@@ -51,7 +51,7 @@ def replay(
     ordered, ordered_costs = permute(op_graph, costs, order)
     plan = compile_plan(ordered, candidate.plan.ops)
     memory = simulate(ordered, plan, ordered_costs.workspace_bytes, ordered_costs.requests)
-    placer = Placer(Waiting(allocator_peak), oversized, uncounted_below_bytes)
+    placer = Placer(Waiting(allocator_peak, oversized), uncounted_below_bytes)
     placement = placer.place(memory, budget_bytes, base_bytes + memory.most_counted_bytes(uncounted_below_bytes))
     placed = dataclasses.replace(
         candidate,

@@ -26,7 +26,7 @@ def verify(
     Args:
         placed: A plan in memory divided for the budget, with the highest peak over the allocator's states.
         budget_bytes: Everything included.
-        allocator_peak: As for `Placer`.
+        allocator_peak: As for `Planner`.
         base_bytes: What the device holds before the step.
         uncounted_below_bytes: Smaller requests are in no statistics of the allocator.
 

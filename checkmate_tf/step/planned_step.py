@@ -394,8 +394,11 @@ class PlannedStep:
         Args:
             before_bytes: In use before the runs.
         """
-        drawn_bytes = max(0, before_bytes - self._profiled.memory.base_bytes)
-        return self.budget_bytes - max(0, self._profiled.memory.drawn_bytes - drawn_bytes)
+        memory = self._profiled.memory
+        if not memory.drawn_bytes:
+            return self.budget_bytes
+        are_drawn_bytes = max(0, before_bytes - memory.base_bytes)
+        return self.budget_bytes - max(0, memory.drawn_bytes - are_drawn_bytes)
 
     @property
     def _trial_runs(self) -> int:
@@ -461,7 +464,8 @@ class PlannedStep:
 
     def _find_plan_for_now(self) -> bool:
         """Goes on with a plan that keeps the budget from where memory stands now; whether there is one."""
-        found = self._placed.find(self._most_bytes, in_training=self._has_trained, soon=self._replans > 0)
+        most_bytes = min(self._most_bytes, self._most_in_trial(devices.in_use_bytes(self._profiled.device)))
+        found = self._placed.find(most_bytes, in_training=self._has_trained, soon=self._replans > 0)
         if found:
             self._lease.planned()
         return found

@@ -158,7 +158,7 @@ class StepMemory:
 
         It takes ten seconds, in which TensorFlow waits for memory that nobody has.
         """
-        if not out_of_memory.is_known(self.device, self.most_bytes):
+        if out_of_memory.known(self.device, self.most_bytes) is None:
             _log.warning(
                 "training has begun, so no plan is played on the allocator: it is asked for a map of its memory, which "
                 "takes 10 s. TensorFlow's message that it ran out of memory, trying to allocate 128 TiB, is its answer."

@@ -11,36 +11,35 @@ BUFFER, NBYTES = np.array([[0, 8 * MIB], [1, 4 * MIB], [0, -8 * MIB], [2, MIB], 
 
 
 @pytest.fixture
-def map_of_memory(monkeypatch) -> BfcAllocator:
+def map_of_memory() -> BfcAllocator:
     """One region of 64 MiB, with 1 MiB in use."""
     known = BfcAllocator(AllocatorConfig(limit_bytes=64 * MIB, allow_growth=False))
     known.allocate(MIB)
-    monkeypatch.setitem(out_of_memory._maps, "CPU:0", known)
-    monkeypatch.setattr(out_of_memory, "is_known", lambda *_: True)
     return known
 
 
-def foreseen(partition=(), most_bytes=None):
-    return out_of_memory.foreseen_run(BUFFER, NBYTES, "CPU:0", partition, most_bytes)
+def foreseen(memory, partition=(), most_bytes=None):
+    return out_of_memory.foreseen_run(memory, BUFFER, NBYTES, "CPU:0", partition, most_bytes)
 
 
 def test_a_run_is_foreseen_from_the_memory_as_it_is(map_of_memory):
     """The last request is given the 7 MiB that are left of the first one's chunk, whole."""
     state = map_of_memory.state()
-    assert np.diff(foreseen().in_use_bytes, prepend=MIB).tolist() == [8 * MIB, 4 * MIB, -8 * MIB, MIB, 7 * MIB]
+    assert np.diff(foreseen(map_of_memory).in_use_bytes, prepend=MIB).tolist() == [
+        8 * MIB,
+        4 * MIB,
+        -8 * MIB,
+        MIB,
+        7 * MIB,
+    ]
     assert map_of_memory.state() == state
 
 
 def test_a_run_is_foreseen_in_memory_that_is_divided(map_of_memory):
-    in_use_bytes = foreseen((8 * MIB, 4 * MIB, 4 * MIB)).in_use_bytes
+    in_use_bytes = foreseen(map_of_memory, (8 * MIB, 4 * MIB, 4 * MIB)).in_use_bytes
     assert (in_use_bytes[-1] - in_use_bytes[-2]) == 4 * MIB
 
 
 def test_no_run_is_foreseen_where_the_parts_need_more_than_there_may_be(map_of_memory):
-    assert foreseen((8 * MIB,), most_bytes=8 * MIB) is None
-    assert foreseen((8 * MIB,), most_bytes=16 * MIB) is not None
-
-
-def test_no_run_is_foreseen_without_a_map(monkeypatch):
-    monkeypatch.setattr(out_of_memory, "_maps", {})
-    assert foreseen() is None
+    assert foreseen(map_of_memory, (8 * MIB,), most_bytes=8 * MIB) is None
+    assert foreseen(map_of_memory, (8 * MIB,), most_bytes=16 * MIB) is not None

@@ -188,7 +188,7 @@ def test_where_a_gpus_memory_grows_no_map_of_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(out_of_memory, "grows", lambda _: True)
     monkeypatch.setattr(out_of_memory, "observe", lambda **_: pytest.fail("it takes 10 s and is no map of what comes"))
     out_of_memory.learn(GPU)
-    assert not out_of_memory.is_known(GPU)
+    assert out_of_memory.known(GPU) is None
 
 
 @pytest.mark.parametrize("refused", [False, True])
