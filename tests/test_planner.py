@@ -402,6 +402,24 @@ def test_a_kept_plan_that_no_longer_keeps_the_budget_is_not_answered_by_a_much_d
     assert later.plan(budget, time_limit_s=10).time_s < smallest.time_s
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_a_search_that_waited_for_memory_found_is_no_answer_for_a_later_run(waits):
+    """Near a hard limit it was a plan 1.6 times as dear, of half of the budget."""
+    plans = planner(REPORTS["exact"])
+    budget = plans.store_all().peak_bytes - MIB
+    search = plans.search
+
+    def waiting(*args, **options):
+        plans._allocator.waited_s += 10.0 * waits
+        return search(*args, **options)
+
+    plans.search = waiting
+    assert plans.find(budget, time_limit_s=2) is not None
+    kept = [entry for order in plans.orders for entry in order.kept]
+    assert len(kept) == 1
+    assert kept[0].budget_bytes == (0 if waits else budget)
+
+
 @pytest.mark.parametrize(("kept", "expected"), [([20], [90]), ([20, 60, 90, 70], [90, 70]), ([90], [90, 90])])
 def test_of_schedules_that_are_kept_the_cheapest_that_fits_is_asked_about_and_no_dear_one(kept, expected):
     """Asking about those of the smallest budgets, of 40 times the step's ops, took all the time of a search."""

@@ -106,6 +106,24 @@ def test_a_step_above_its_budget_is_planned_with_as_much_less(of_others_bytes, l
     assert (limits[0], limits[-1]) == (100, 100 - less)
 
 
+def test_where_memory_lies_is_looked_at_again_when_batches_come_from_another_pipeline():
+    """`fit` on other arrays, which lay in the place of the first ones' neighbours, ended for want of memory."""
+    step, _ = stubbed(None, None, verified=lambda candidate: candidate if keeps[0] else None)
+    keeps, lies = [True], [[256], [256], [512], [768], [768]]
+    step._profiled.memory.places = lambda _: lies.pop(0)
+    step.candidate.memory = None
+    ready(step)
+    found = []
+    for keeps[0] in (True, True, True, False):
+        found.append(step._is_displaced())
+        found.append(step._is_displaced())  # by the same pipeline
+        step._lease.pipelines += 1
+    assert found == [False] * 6 + [True, False]
+    assert lies == [[768]], "the place is seen anew for each pipeline, and once more behind a trial"
+    assert not step._is_ready
+    assert "in other places than before; planned again" in step.notes[-1]
+
+
 def test_where_no_other_plan_is_found_memory_is_divided_again_for_the_last_one():
     step, _ = stubbed(None, None)
     step._has_trained = True

@@ -20,7 +20,7 @@ import contextlib
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -215,6 +215,23 @@ def empty(nbytes: int) -> tf.Tensor:
 def address(block: tf.Tensor) -> int:
     """Where a block of a CPU's memory begins."""
     return int(np.from_dlpack(block).ctypes.data)
+
+
+def places(sizes: Sequence[int], device: str) -> list[int | None]:
+    """Where each of some requests would be given room if it were the only one; None where it would not.
+
+    Args:
+        sizes: Bytes of the requests.
+        device: A CPU.
+    """
+    found: list[int | None] = []
+    with tf.device(device):
+        for size in sizes:
+            try:
+                found.append(address(empty(size)))
+            except tf.errors.ResourceExhaustedError:
+                found.append(None)
+    return found
 
 
 def _memory(device: str) -> dict[str, int]:

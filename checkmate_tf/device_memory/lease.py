@@ -25,10 +25,13 @@ class Lease:
 
     Attributes:
         changes: How many times variables were moved, or a step was planned, whose function holds memory, too.
+        pipelines: From how many batches have come so far. What others hold, such as the arrays that a pipeline reads,
+            may lie elsewhere with each.
     """
 
     def __init__(self) -> None:
         self.changes = 0
+        self.pipelines = 0
         self._holder: Callable[[], Holder | None] = _nobody
 
     def moved(self) -> None:

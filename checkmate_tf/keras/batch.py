@@ -34,6 +34,11 @@ def is_dense(data) -> bool:
     return all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(data) if leaf is not None)
 
 
+def is_empty(data) -> bool:
+    """Whether a batch of dense tensors has no rows."""
+    return is_dense(data) and any(0 in leaf.shape.as_list()[:1] for leaf in tf.nest.flatten(data) if leaf is not None)
+
+
 def spec_of(data):
     """The same structure with a tf.TensorSpec for each tensor."""
     return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype), data)

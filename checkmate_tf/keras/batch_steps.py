@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ import tensorflow as tf
 from checkmate_tf._tf_internals import all_layers, build_from
 from checkmate_tf.budget import is_fraction
 from checkmate_tf.device_memory import device as devices
+from checkmate_tf.device_memory.lease import lease
 from checkmate_tf.errors import BatchError, InfeasibleBudget, ModelError, NoScheduleFound
 from checkmate_tf.keras import batch, replicas, update_steps
 from checkmate_tf.keras.independence import why_rows_depend
@@ -44,6 +46,7 @@ class BatchSteps(ShapedSteps):
         super().__init__(settings, note)
         self._model = model
         self.is_drawn = False
+        self._pipeline: Callable[[], tf.data.Iterator | None] = lambda: None
         self._drawn_bytes = 0  # size of the batch that is planned for, where it may be cut in parts
         self._accumulation: Accumulation | None = None  # where batches are cut in parts
         self._part_rows = 0
@@ -61,6 +64,13 @@ class BatchSteps(ShapedSteps):
             BatchError: Replicas are given other shapes.
         """
         return replicas.parts(data)[0] if self.is_replicated else data
+
+    def come_from(self, iterator: Any) -> None:
+        """Learns where batches come from: from another pipeline than before, or from none."""
+        self.is_drawn = isinstance(iterator, tf.data.Iterator)
+        if self.is_drawn and iterator is not self._pipeline():
+            self._pipeline = weakref.ref(iterator)
+            lease(devices.name_of(variable.value for variable in self._model.trainable_variables)).pipelines += 1
 
     @property
     def is_for_xla(self) -> bool:

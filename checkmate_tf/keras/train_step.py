@@ -277,7 +277,7 @@ class PlannedTraining:
         Raises:
             StopIteration, tf.errors.OutOfRangeError: There is no batch left.
         """
-        self._batches.is_drawn = isinstance(iterator, tf.data.Iterator)
+        self._batches.come_from(iterator)
         try:
             first = [next(iterator)]
         except (StopIteration, tf.errors.OutOfRangeError):
@@ -304,6 +304,8 @@ class PlannedTraining:
         try:
             can_renew = not any(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(data))
             data = self._without_absent(batch.as_tensors(data))
+            if batch.is_empty(data):  # it takes no memory to speak of
+                return self._plain(iter([data]))
             if replicas.is_replicated(self._model):
                 data = replicas.as_distributed(data, self._model.distribute_strategy)
             key = batch.signature(self._batches.of_one(data))

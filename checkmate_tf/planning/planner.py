@@ -173,7 +173,7 @@ class Planner:
         found = self._kept(budget_bytes, time_limit_s)
         if found is not None:
             return found
-        clock = self.clock(time_limit_s)
+        clock, waited_s = self.clock(time_limit_s), self._allocator.waited_s
         limit_s = _SEARCH_SHARE * time_limit_s
         found = self.search(budget_bytes, time_limit_s=limit_s, seed=seed, on_progress=on_progress)
         if found is None:
@@ -182,8 +182,10 @@ class Planner:
                 return None
             found = self.search(budget_bytes, time_limit_s=clock.left_s, seed=seed, on_progress=on_progress)
             found = cheapest([found, small])  # of two alike, the one with a history
-        if found is not None:
+        if found is not None and self._allocator.waited_s == waited_s:
             self._keep(found, budget_bytes, time_limit_s)
+        elif found is not None:  # where there is more room, as much time may find a cheaper one
+            self._keep(found)
         return found
 
     def _kept(self, budget_bytes: int, time_limit_s: float) -> EvaluatedPlan | None:

@@ -62,6 +62,8 @@ class PlannedStep:
         self._is_ready = False  # slots are there, and the plan was made for memory as it is
         self._trusted_at: int | None = None  # changes of memory
         self._most_bytes = budget_bytes  # that a plan may be predicted to take
+        self._pipelines = 0  # of the lease, when it was last seen where memory lies
+        self._places: list[int | None] | None = None  # of the plan's largest requests; to be seen before the next run
         self._refusal: InfeasibleBudget | NoScheduleFound | None = None  # that stands unless a trial keeps the budget
         self._replans = 0
         self._has_trained = False
@@ -169,7 +171,7 @@ class PlannedStep:
             NoScheduleFound: No plan was found that keeps the budget when it runs. Nothing has changed.
         """
         self._take_lease(batch, can_renew)
-        if self._has_trained and self._is_crowded():
+        if self._has_trained and self._whole is None and (self._is_crowded() or self._is_displaced()):
             self._take_lease(batch, can_renew)
         if self._trusted_at == self._lease.changes:
             return self._run(batch.pop())
@@ -290,9 +292,26 @@ class PlannedStep:
         may_keep_it = in_use_bytes < self.budget_bytes < self.candidate.peak_bytes + others_bytes
         if not may_keep_it or others_bytes <= memory.drawn_bytes + STATES * memory.batch_bytes:
             return False
-        if self._whole is not None or self._replans == self._MOST_REPLANS:
+        if self._replans == self._MOST_REPLANS:
             return False
         self._note(f"others hold {others_bytes:,} bytes on the device that they did not hold before; planned again.")
+        self._begin_anew()
+        return True
+
+    def _is_displaced(self) -> bool:
+        """Whether the plan no longer keeps its budget, as others hold memory elsewhere; the step is planned again then.
+
+        So it is with other arrays for `fit`. It is looked at when batches begin to come from another pipeline.
+        """
+        if self._places is not None and self._pipelines == self._lease.pipelines:
+            return False
+        before, self._pipelines = self._places, self._lease.pipelines
+        self._places = self._profiled.memory.places(self.candidate.memory)
+        if before in (None, self._places) or self.warning is not None:
+            return False
+        if self._placed.keeps(self._allowed_bytes()):
+            return False
+        self._note("others hold memory on the device in other places than before; planned again.")
         self._begin_anew()
         return True
 
@@ -315,7 +334,7 @@ class PlannedStep:
                 outcome = self._trial(batch, can_renew, counts)
             self._trial_peaks.append(outcome.peak_bytes)
             if outcome.is_within:
-                self._trusted_at = self._lease.changes
+                self._trusted_at, self._places = self._lease.changes, None
                 return outcome.last and outcome.last.results
             if self._whole is not None:  # to plan it would take more than it can take too much
                 break
@@ -462,10 +481,13 @@ class PlannedStep:
         self._has_trained = True
         self._measured.book(seconds, peak_bytes)
 
+    def _allowed_bytes(self) -> int:
+        """That a plan may be predicted to take now."""
+        return min(self._most_bytes, self._most_in_trial(devices.in_use_bytes(self._profiled.device)))
+
     def _find_plan_for_now(self) -> bool:
         """Goes on with a plan that keeps the budget from where memory stands now; whether there is one."""
-        most_bytes = min(self._most_bytes, self._most_in_trial(devices.in_use_bytes(self._profiled.device)))
-        found = self._placed.find(most_bytes, in_training=self._has_trained, soon=self._replans > 0)
+        found = self._placed.find(self._allowed_bytes(), in_training=self._has_trained, soon=self._replans > 0)
         if found:
             self._lease.planned()
         return found

@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from checkmate_tf.core.allocator import UNIT_BYTES
@@ -16,6 +17,7 @@ from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.simulate import Memory, simulate
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.device_memory import guard_blocks, out_of_memory
+from checkmate_tf.device_memory.allocation_replay import places
 from checkmate_tf.device_memory.compaction import compact, make_room
 from checkmate_tf.device_memory.lease import lease
 from checkmate_tf.device_memory.reserved_slots import ReservedSlots
@@ -32,6 +34,7 @@ _BUILD_BYTES = 32 << 10  # what is made between planning and the first run: the 
 _MORE_SMALL, _LEAST_SCALARS = 1.25, 16  # times those that the unmodified step has at once: a plan may have more
 _SMALL_BYTES = 64 << 10  # tensors of up to that have slots
 _SLOTS = 0.03  # of the tensors of the step that recomputes nothing: what the blocks between slots may take, twice
+_MOST_PLACES = 8  # at which is seen whether memory lies as it did, in a fifth of a millisecond
 _LEAST_SLOTS_BYTES = 32 << 10  # which they may take in any case: in a step of a few MiB a stray tensor weighs more
 
 
@@ -152,6 +155,20 @@ class StepMemory:
             partition: How free memory is divided, as for `guard_blocks.divide`.
         """
         return guard_blocks.oversized(memory, self.device, partition, self.most_bytes)
+
+    def places(self, memory: Memory) -> list[int | None]:
+        """Where the largest requests of a plan would be given room now; other places tell that memory has changed.
+
+        Args:
+            memory: The plan's simulation.
+
+        Returns:
+            An address for each size; none on a GPU, where they cannot be seen.
+        """
+        if not devices.is_cpu(self.device):
+            return []
+        sizes = np.unique(memory.event_bytes[memory.event_bytes >= max(1, self.uncounted_below_bytes)])
+        return places(sizes[-_MOST_PLACES:].tolist(), self.device)
 
     def foresee(self) -> None:
         """Learns where the device's free memory lies, to see what plans would take without playing them there.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import assert_same_logs, assert_same_state, part_of_step, set_precision, state, values_of
+from keras import layers
 from keras_models import BATCH, LARGEST_BYTES, compiled, fit, images, sequential
 from random_watch import Watch
 from tight import train_tightly
@@ -197,6 +198,17 @@ def test_evaluate_and_predict_are_untouched(twins):
     np.testing.assert_allclose(twins[1].evaluate(x, y, verbose=0), twins[0].evaluate(x, y, verbose=0), rtol=1e-12)
     np.testing.assert_allclose(twins[1].predict(x, verbose=0), twins[0].predict(x, verbose=0), rtol=1e-12)
     assert "make_test_function" not in twins[1].__dict__
+
+
+def test_an_empty_batch_runs_unplanned_and_those_behind_it_are_planned(options):
+    """It was planned for, refused, and the model had its own step from then on."""
+    model = compiled(keras.Sequential([keras.Input((8,)), layers.Dense(4)]), loss="mse")
+    checkmate_tf.compile(model, "64MiB", **options)
+    x, y = np.ones((BATCH, 8)), np.ones((BATCH, 4))
+    model.train_on_batch(x[:0], y[:0])
+    assert not planned_training(model).steps
+    model.train_on_batch(x, y)
+    assert len(planned_training(model).steps) == 1
 
 
 def test_arrays_always_lie_in_the_allocators_memory():
