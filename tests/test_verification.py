@@ -108,13 +108,14 @@ def test_a_step_above_its_budget_is_planned_with_as_much_less(of_others_bytes, l
 
 def test_where_memory_lies_is_looked_at_again_when_batches_come_from_another_pipeline():
     """`fit` on other arrays, which lay in the place of the first ones' neighbours, ended for want of memory."""
-    step, _ = stubbed(None, None, verified=lambda candidate: candidate if keeps[0] else None)
-    keeps, lies = [True], [[256], [256], [512], [768], [768]]
+    step, _ = stubbed(None, None, verified=lambda candidate: candidate)
+    lies, peaks = [[256], [256], [512], [768], [768]], [100, 101]
     step._profiled.memory.places = lambda _: lies.pop(0)
+    step._profiled.memory.allocator_peak = lambda _: peaks.pop(0)
     step.candidate.memory = None
     ready(step)
     found = []
-    for keeps[0] in (True, True, True, False):
+    for _ in range(4):
         found.append(step._is_displaced())
         found.append(step._is_displaced())  # by the same pipeline
         step._lease.pipelines += 1

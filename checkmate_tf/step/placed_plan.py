@@ -97,13 +97,6 @@ class PlacedPlan:
         self.divide()
         return True
 
-    def keeps(self, most_bytes: int) -> bool:
-        """Whether the plan takes no more than so much from where memory stands now, which is divided for it again."""
-        found = self._for_now(most_bytes)
-        self._take(found or self.candidate)
-        self.divide()
-        return found is not None
-
     def _foresee(self) -> None:
         self._guard_blocks.clear()
         self._profiled.memory.foresee()

@@ -309,7 +309,8 @@ class PlannedStep:
         self._places = self._profiled.memory.places(self.candidate.memory)
         if before in (None, self._places) or self.warning is not None:
             return False
-        if self._placed.keeps(self._allowed_bytes()):
+        peak_bytes = self._profiled.memory.allocator_peak(self.candidate.memory)
+        if peak_bytes is not None and peak_bytes <= self._allowed_bytes():
             return False
         self._note("others hold memory on the device in other places than before; planned again.")
         self._begin_anew()
@@ -483,6 +484,8 @@ class PlannedStep:
 
     def _allowed_bytes(self) -> int:
         """That a plan may be predicted to take now."""
+        if self._refusal is not None:  # that is above the budget, and the trial decides
+            return self._most_bytes
         return min(self._most_bytes, self._most_in_trial(devices.in_use_bytes(self._profiled.device)))
 
     def _find_plan_for_now(self) -> bool:

@@ -10,10 +10,7 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 REPLICAS = 2
-CASES = [
-    "transformer",
-    *(pytest.param(case, marks=pytest.mark.slow) for case in ("batch norm", "own step", "synchronized batch norm")),
-]
+CASES = ("transformer", "batch norm", "own step", "synchronized batch norm")
 
 
 def run(case: str) -> dict:
@@ -30,6 +27,7 @@ def run(case: str) -> dict:
     return json.loads(worker.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_follow_one_plan_with_the_same_numbers_within_the_budget(case):
     found = run(case)
