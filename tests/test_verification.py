@@ -111,7 +111,7 @@ def test_where_memory_lies_is_looked_at_again_when_batches_come_from_another_pip
     step, _ = stubbed(None, None, verified=lambda candidate: candidate)
     lies, peaks = [[256], [256], [512], [768], [768]], [100, 101]
     step._profiled.memory.places = lambda _: lies.pop(0)
-    step._profiled.memory.allocator_peak = lambda _: peaks.pop(0)
+    step._profiled.memory.allocator_peak = lambda *_: peaks.pop(0)
     step.candidate.memory = None
     ready(step)
     found = []

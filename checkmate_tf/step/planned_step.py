@@ -309,7 +309,8 @@ class PlannedStep:
         self._places = self._profiled.memory.places(self.candidate.memory)
         if before in (None, self._places) or self.warning is not None:
             return False
-        peak_bytes = self._profiled.memory.allocator_peak(self.candidate.memory)
+        with_one_drawn = 2  # states of memory: as it is now, and with one batch more
+        peak_bytes = self._profiled.memory.allocator_peak(self.candidate.memory, (), with_one_drawn)
         if peak_bytes is not None and peak_bytes <= self._allowed_bytes():
             return False
         self._note("others hold memory on the device in other places than before; planned again.")
