@@ -14,7 +14,7 @@ from checkmate_tf.device_memory.device import grows, in_use_bytes, is_cpu, limit
 _log = logging.getLogger(__name__)
 
 _LEAST_BYTES = 1 << 18  # smaller variables stay where they are, and a smaller free block is none
-_SMALLEST_PLUG_BYTES = 1 << 16
+_SMALLEST_PLUG_BYTES = 1 << 16  # as the smallest slot for a tensor of a batch, which must not lie in some other gap
 _MOST_PLUGS = 500
 _SLACK_BYTES = 128 << 20  # from which the allocator splits a chunk in any case
 _LEFT_FREE_BYTES = 4 << 20  # of a limit, for what is allocated beside the step
