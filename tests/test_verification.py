@@ -48,6 +48,7 @@ def stubbed(soon, later, *, verified=lambda _: None):
         build=lambda candidate: ("function of", candidate),
         memory=SimpleNamespace(
             drawn_bytes=0,
+            batch_bytes=0,
             ready_to_run=lease("CPU:0").moved,
             foresee=lambda: None,
             divide=lambda _: [],
@@ -116,8 +117,8 @@ def test_where_memory_lies_is_looked_at_again_when_batches_come_from_another_pip
     ready(step)
     found = []
     for _ in range(4):
-        found.append(step._is_displaced())
-        found.append(step._is_displaced())  # by the same pipeline
+        found.append(step._is_disturbed())
+        found.append(step._is_disturbed())  # by the same pipeline
         step._lease.pipelines += 1
     assert found == [False] * 6 + [True, False]
     assert lies == [[768]], "the place is seen anew for each pipeline, and once more behind a trial"

@@ -200,7 +200,7 @@ class Planner:
         ]
         if not found_s:
             return None
-        bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * time_limit_s)
+        bound_limit_s = _bound_limit_s(time_limit_s)
         return self.known(budget_bytes, self.clock(time_limit_s), bound_limit_s, most_s=_AS_CHEAP * min(found_s))
 
     def _keep(self, candidate: EvaluatedPlan, budget_bytes: int = 0, time_limit_s: float = 0.0) -> None:
@@ -231,7 +231,7 @@ class Planner:
     ) -> EvaluatedPlan | None:
         """As `find`, but without plans with small peaks."""
         self.forget_peaks()
-        bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * time_limit_s)
+        bound_limit_s = _bound_limit_s(time_limit_s)
         clock = self.clock(time_limit_s - bound_limit_s)
         target_bytes = budget_bytes
         found = None
@@ -264,16 +264,16 @@ class Planner:
 
     def replacement(self, candidate: EvaluatedPlan, budget_bytes: int, *, time_limit_s: float) -> EvaluatedPlan | None:
         """A plan that keeps a budget now, in place of one that does not: a known one if it costs hardly more."""
-        found = self._as_cheap(candidate, budget_bytes, self.clock(time_limit_s))
+        found = self._as_cheap(candidate, budget_bytes, self.clock(time_limit_s), _bound_limit_s(time_limit_s))
         return found or self.search(budget_bytes, time_limit_s=time_limit_s)
 
     def _as_cheap(
-        self, candidate: EvaluatedPlan, budget_bytes: int, clock: Clock, bound_limit_s: float = _BOUND_LIMIT_S
+        self, candidate: EvaluatedPlan, budget_bytes: int, clock: Clock, bound_limit_s: float
     ) -> EvaluatedPlan | None:
         return self.known(budget_bytes, clock, bound_limit_s, most_s=_AS_CHEAP * candidate.time_s)
 
     def known(
-        self, budget_bytes: int, clock: Clock, bound_limit_s: float = _BOUND_LIMIT_S, *, most_s: float = np.inf
+        self, budget_bytes: int, clock: Clock, bound_limit_s: float, *, most_s: float = np.inf
     ) -> EvaluatedPlan | None:
         """The cheapest plan of those seen before that is within the budget now and takes at most `most_s`, or None.
 
@@ -393,7 +393,7 @@ class Planner:
 
     def _smallest_within(self, budget_bytes: int, limit_s: float) -> EvaluatedPlan | None:
         """The cheapest of the strategy's smallest plans that keep a budget for which the search found nothing."""
-        bound_limit_s = min(_BOUND_LIMIT_S, _BOUND_SHARE * limit_s)
+        bound_limit_s = _bound_limit_s(limit_s)
         small = self._small(limit_s - bound_limit_s, own=True)
         within = sorted((candidate for candidate in small if self._may_keep(candidate, budget_bytes)), key=_time)
         verified = (self.verified(candidate, budget_bytes, bound_limit_s) for candidate in within)
@@ -529,6 +529,10 @@ class Planner:
         """What a plan holds at its peak, and what makes that less."""
         below = self._uncounted_below_bytes
         return advice.at_peak(candidate, self._before, self._layers, uncounted_below_bytes=below)
+
+
+def _bound_limit_s(time_limit_s: float) -> float:
+    return min(_BOUND_LIMIT_S, _BOUND_SHARE * time_limit_s)
 
 
 def _peak(candidate: EvaluatedPlan) -> int:

@@ -24,6 +24,7 @@ from checkmate_tf.reports import describe
 from checkmate_tf.reports.report import ImplementationRow, Report
 from checkmate_tf.step import trial
 from checkmate_tf.step.measurements import Measurements
+from checkmate_tf.step.neighbours import Neighbours
 from checkmate_tf.step.pipeline import ProfiledStep
 from checkmate_tf.step.placed_plan import PlacedPlan
 
@@ -62,8 +63,6 @@ class PlannedStep:
         self._is_ready = False  # slots are there, and the plan was made for memory as it is
         self._trusted_at: int | None = None  # changes of memory
         self._most_bytes = budget_bytes  # that a plan may be predicted to take
-        self._pipelines = 0  # of the lease, when it was last seen where memory lies
-        self._places: list[int | None] | None = None  # of the plan's largest requests; to be seen before the next run
         self._refusal: InfeasibleBudget | NoScheduleFound | None = None  # that stands unless a trial keeps the budget
         self._replans = 0
         self._has_trained = False
@@ -72,7 +71,8 @@ class PlannedStep:
         self._sparsely_written = effects.sparsely_written(profiled.traced)
         self._may_update_later = effects.updates_in_branches(profiled.traced)
         self._trial_peaks: list[int | None] = []
-        self._measured = Measurements(profiled.memory.drawn_bytes)
+        self._measured = Measurements()
+        self._neighbours = Neighbours(profiled.memory, self._lease)
         self.notes: list[str] = []
         self.warning: str | None = None
         if self._lasting:
@@ -171,7 +171,7 @@ class PlannedStep:
             NoScheduleFound: No plan was found that keeps the budget when it runs. Nothing has changed.
         """
         self._take_lease(batch, can_renew)
-        if self._has_trained and self._whole is None and (self._is_crowded() or self._is_displaced()):
+        if self._has_trained and self._whole is None and self._is_disturbed():
             self._take_lease(batch, can_renew)
         if self._trusted_at == self._lease.changes:
             return self._run(batch.pop())
@@ -282,40 +282,29 @@ class PlannedStep:
             self._go_on_as_it_is()
         self._is_ready = True
 
-    def _is_crowded(self) -> bool:
-        """Whether others have come to hold more than batches of a pipeline take, and a plan with that much less may do.
+    def _is_disturbed(self) -> bool:
+        """Whether the plan does not keep its budget beside what others hold by now; the step is planned again then.
 
-        So it is with other arrays for `fit`, or with arrays for validation. The step is planned again then.
+        So it is with other arrays for `fit`, or with arrays for validation.
         """
-        in_use_bytes, memory = devices.in_use_bytes(self._profiled.device), self._profiled.memory
-        others_bytes = self._measured.others_bytes(in_use_bytes)
-        may_keep_it = in_use_bytes < self.budget_bytes < self.candidate.peak_bytes + others_bytes
-        if not may_keep_it or others_bytes <= memory.drawn_bytes + STATES * memory.batch_bytes:
+        in_use_bytes, peak_bytes = devices.in_use_bytes(self._profiled.device), self.candidate.peak_bytes
+        crowding_bytes = self._neighbours.crowding_bytes(in_use_bytes)
+        may_keep_it = in_use_bytes < self.budget_bytes and self._replans < self._MOST_REPLANS
+        if may_keep_it and self.budget_bytes < peak_bytes + crowding_bytes:
+            how = f"{crowding_bytes:,} bytes on the device that they did not hold before"
+        elif self._neighbours.have_moved(self.candidate.memory) and self.warning is None and self._takes_too_much():
+            how = "memory on the device in other places than before"
+        else:
             return False
-        if self._replans == self._MOST_REPLANS:
-            return False
-        self._note(f"others hold {others_bytes:,} bytes on the device that they did not hold before; planned again.")
+        self._note(f"others hold {how}; planned again.")
         self._begin_anew()
         return True
 
-    def _is_displaced(self) -> bool:
-        """Whether the plan no longer keeps its budget, as others hold memory elsewhere; the step is planned again then.
-
-        So it is with other arrays for `fit`. It is looked at when batches begin to come from another pipeline.
-        """
-        if self._places is not None and self._pipelines == self._lease.pipelines:
-            return False
-        before, self._pipelines = self._places, self._lease.pipelines
-        self._places = self._profiled.memory.places(self.candidate.memory)
-        if before in (None, self._places) or self.warning is not None:
-            return False
-        with_one_drawn = 2  # states of memory: as it is now, and with one batch more
-        peak_bytes = self._profiled.memory.allocator_peak(self.candidate.memory, (), with_one_drawn)
-        if peak_bytes is not None and peak_bytes <= self._allowed_bytes():
-            return False
-        self._note("others hold memory on the device in other places than before; planned again.")
-        self._begin_anew()
-        return True
+    def _takes_too_much(self) -> bool:
+        """Whether the next run, or the one when another batch has been drawn, is predicted to."""
+        states = 2  # of memory: as it is now, and with one batch more
+        peak_bytes = self._profiled.memory.allocator_peak(self.candidate.memory, (), states)
+        return peak_bytes is None or peak_bytes > self._allowed_bytes()
 
     def _tried(self, batch: list[Any], *, can_renew: bool, counts: bool = True) -> Any:
         """Runs the step, and plans it again, until what is measured keeps the budget.
@@ -336,7 +325,7 @@ class PlannedStep:
                 outcome = self._trial(batch, can_renew, counts)
             self._trial_peaks.append(outcome.peak_bytes)
             if outcome.is_within:
-                self._trusted_at, self._places = self._lease.changes, None
+                self._trusted_at = self._lease.changes
                 return outcome.last and outcome.last.results
             if self._whole is not None:  # to plan it would take more than it can take too much
                 break
@@ -404,7 +393,7 @@ class PlannedStep:
             counts=counts,
             draw_anew=self._draw_anew,
         )
-        self._measured.before_bytes = outcome.before_bytes
+        self._neighbours.tried(outcome.before_bytes)
         if outcome.last is not None:
             self._book(outcome.last.seconds, outcome.last.peak_bytes)
         return outcome
@@ -453,8 +442,8 @@ class PlannedStep:
         peak_bytes = devices.peak_bytes(device)
         if measuring:
             self._book(seconds, peak_bytes)
-        others_bytes = self._measured.others_bytes(max(in_use_bytes, devices.in_use_bytes(device)))
-        lasting_bytes = self._measured.lasting_bytes(others_bytes)
+        others_bytes = self._neighbours.held_bytes(max(in_use_bytes, devices.in_use_bytes(device)))
+        lasting_bytes = self._neighbours.lasting_bytes(others_bytes)
         allowed_bytes = self.budget_bytes + others_bytes - lasting_bytes
         if self._replans < self._MOST_REPLANS and peak_bytes > max(allowed_bytes, seen_bytes):
             self._plan_again(peak_bytes, lasting_bytes)
@@ -517,6 +506,7 @@ class PlannedStep:
         self._is_ready = False
         self._trusted_at = None
         self._measured.begin_anew()
+        self._neighbours.begin_anew()
 
     def _tighten(self, measured_bytes: int | None, to_come_bytes: int = 0) -> None:
         """Gives the planner less: by what was measured above the prediction.

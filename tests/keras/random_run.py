@@ -2,10 +2,10 @@
 
     python tests/keras/random_run.py --models 300 --seed 0 --json random_models.json
 
-goes on where the file ends, after those that failed once more; says for each run when, with what, and with how many
-models it went on; and exits with 1 where something failed. Each budget of a model comes out as "trained" (each step
-within the budget, from the first one on, with the right numbers), "refused" (with a reason), or, which must not be,
-"over" (a step took more), "wrong" (other numbers) or "exception".
+goes on where the file ends, after those that failed once more, as long as the package is the same to the bit; says for
+each run when, with what, and with how many models it went on; and exits with 1 where something failed. Each budget of a
+model comes out as "trained" (each step within the budget, from the first one on, with the right numbers), "refused"
+(with a reason), or, which must not be, "over" (a step took more), "wrong" (other numbers) or "exception".
 Model number k of a seed is the same whatever the number of models. There are as many at once as there are cores.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -35,10 +36,11 @@ from checkmate_tf import _cpu_memory
 from checkmate_tf._files import write_atomically
 
 HERE = pathlib.Path(__file__).parent
+PACKAGE = HERE.parents[1] / "checkmate_tf"
 TIMEOUT_S = 1800.0  # for one model: an unrolled step within its least budget may take 65 times as long
 BUDGET = ("outcome", "budget_bytes", "predicted_bytes", "peak_bytes", "recomputed", "trials", "exceeded")
 FAILURES = ("over", "wrong", "exception", "crash", "timeout")
-VERSION = 5
+VERSION = 6
 PACKAGES = ("tensorflow", "keras", "ortools", "numpy", "checkmate_tf")
 
 
@@ -137,6 +139,14 @@ def row_of(number: int, recipe: dict, result: dict) -> dict:
     return row | ({"recipe": recipe} if has_failed(row) else {})
 
 
+def code() -> str:
+    """What the package consists of, as a hash of its files: all models of a result are checked with the same code."""
+    found = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found.update(f"{path.relative_to(PACKAGE).as_posix()}\n".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
 def commit() -> str:
     """Of the code that is checked, with a plus sign where it has been changed since; empty outside of a checkout."""
     command = ["git", "-C", str(HERE), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
@@ -227,12 +237,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at once (default: one per core)")
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("random_models.json"))
     options = parser.parse_args(arguments)
-    head = {"version": VERSION, "seed": options.seed, "families": options.families}
+    head = {"version": VERSION, "seed": options.seed, "code": code(), "families": options.families}
     past = {**head, "runs": [], "results": []}
     if options.json.exists():
         past = json.loads(options.json.read_text())
     if head != {name: past.get(name) for name in head}:
-        parser.error(f"{options.json} holds models of another version, seed or choice of families")
+        parser.error(f"{options.json} holds models of another seed, choice of families or state of the code")
     results = [row for row in past["results"] if not has_failed(row)]
     run = {
         "day": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
