@@ -67,7 +67,7 @@ def run_model(name: str, time_limit_s: float) -> list[dict]:
     _, plain_peak = timed(function, batch, 1)
 
     def plain(profiled) -> dict:
-        candidate = profiled.planner.unordered()
+        candidate = profiled.planner.unmodified.plan()
         rule = profiled.memory.base_bytes + maximum_memory_rule(candidate.op_graph)
         measured = measure(lambda: float(function(iter([batch]))["loss"]))
         return curves(profiled, candidate, *measured) | {"maximum_memory_rule_bytes": rule}

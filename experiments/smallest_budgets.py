@@ -20,7 +20,7 @@ from models_as_they_come import APPLICATIONS, SIZE, application_model
 from recording import KERAS_PACKAGES, RESULTS, ResultFile, run_worker, send_rows
 
 import checkmate_tf
-from checkmate_tf.planning.planner import MINIMUM_LIMIT_S
+from checkmate_tf.planning.small_plans import MINIMUM_LIMIT_S
 
 WITH_BATCH_NORM = [name for name in APPLICATIONS if name not in ("VGG16", "ConvNeXtTiny")]
 BATCH = 16

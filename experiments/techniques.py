@@ -142,7 +142,7 @@ def rule_bytes(model, spec, cache_dir: str) -> int:
     from checkmate_tf.step.pipeline import Settings
 
     def rule(profiled) -> int:
-        return profiled.memory.base_bytes + maximum_memory_rule(profiled.planner.unordered().op_graph)
+        return profiled.memory.base_bytes + maximum_memory_rule(profiled.planner.unmodified.plan().op_graph)
 
     return train_step.on_profiled(model, Settings(0.5, cache_dir=cache_dir), spec, rule)
 

@@ -158,9 +158,9 @@ def test_a_search_does_not_lose_the_time_in_which_the_allocator_waits(monkeypatc
 
 def test_the_unmodified_step_is_simulated_in_the_order_in_which_ops_are_ready():
     plans = planner(REPORTS["exact"])
-    assert plans.unordered().plan.recomputed() == {}
-    assert plans.unordered().peak_bytes >= plans.store_all().peak_bytes
-    assert plans.unmodified_peak_bytes(1) == plans.unordered().peak_bytes <= plans.unmodified_peak_bytes(2)
+    assert plans.unmodified.plan().plan.recomputed() == {}
+    assert plans.unmodified.plan().peak_bytes >= plans.store_all().peak_bytes
+    assert plans.unmodified.peak_bytes(1) == plans.unmodified.plan().peak_bytes <= plans.unmodified.peak_bytes(2)
 
 
 def test_no_other_strategy_stands_in_for_a_named_one():
@@ -380,7 +380,7 @@ def test_a_plan_that_no_longer_keeps_the_budget_is_not_replaced_by_a_much_dearer
         }
     more = budget + MIB - cheap.peak_bytes  # the allocator's state has changed
     plans.forget_peaks()
-    assert plans.known(budget, plans.clock(5)).time_s == smallest.time_s
+    assert plans.known(budget, plans.clock(5), 1.0).time_s == smallest.time_s
     best = planner(lambda nbytes: nbytes + more).plan(budget, time_limit_s=3)
     assert cheap.time_s < best.time_s < smallest.time_s
     replaced = plans.replacement(cheap, budget, time_limit_s=3)
@@ -398,7 +398,7 @@ def test_a_kept_plan_that_no_longer_keeps_the_budget_is_not_answered_by_a_much_d
     for order in later.orders:
         order.kept = [entry for entry in order.kept if order.time_of(entry) in (cheap.time_s, smallest.time_s)]
         order.tried = {key: s for key, s in order.tried.items() if s in (cheap.time_s, smallest.time_s)}
-    assert later.known(budget, later.clock(5)).time_s == smallest.time_s
+    assert later.known(budget, later.clock(5), 1.0).time_s == smallest.time_s
     assert later.plan(budget, time_limit_s=10).time_s < smallest.time_s
 
 

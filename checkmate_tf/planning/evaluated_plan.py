@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from checkmate_tf.core.opgraph import Costs, OpGraph
-from checkmate_tf.core.plan import Plan
+from checkmate_tf.core.plan import Plan, compile_plan
 from checkmate_tf.core.problem import Status
-from checkmate_tf.core.simulate import Memory
+from checkmate_tf.core.simulate import Memory, simulate
 
 _PROVEN = 1e-6
 
@@ -52,6 +52,30 @@ class EvaluatedPlan:
     chosen: frozenset[str] | None = frozenset()
     history: tuple[tuple[float, float], ...] = ()
     bounds: tuple[tuple[float, float], ...] = ()
+
+    @classmethod
+    def of(
+        cls, op_graph: OpGraph, costs: Costs, ops: Sequence[int], peak: Callable[[Memory], int | None]
+    ) -> EvaluatedPlan:
+        """The plan that runs some ops.
+
+        Args:
+            op_graph: The step.
+            costs: Its costs.
+            ops: In order of execution.
+            peak: What the allocator reports for a simulated plan at its peak; None where memory runs out.
+        """
+        plan = compile_plan(op_graph, ops)
+        memory = simulate(op_graph, plan, costs.workspace_bytes, costs.requests)
+        peak_bytes = peak(memory)
+        return cls(
+            op_graph=op_graph,
+            costs=costs,
+            plan=plan,
+            memory=memory,
+            peak_bytes=NEVER if peak_bytes is None else peak_bytes,
+            time_s=costs.sequence_s(plan.ops),
+        )
 
     @property
     def overhead(self) -> float:

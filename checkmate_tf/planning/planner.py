@@ -10,24 +10,26 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Container, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 
 import numpy as np
 
 from checkmate_tf.budget import format_bytes
 from checkmate_tf.core.opgraph import Costs, OpGraph
-from checkmate_tf.core.order import low_peak_order, permute, ready_order, side_by_side
+from checkmate_tf.core.order import low_peak_order, permute
 from checkmate_tf.core.plan import compile_plan
 from checkmate_tf.core.problem import OnProgress, Options
 from checkmate_tf.core.requirements import working_set_bytes
 from checkmate_tf.core.simulate import Memory, simulate
 from checkmate_tf.core.solver import Clock
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
-from checkmate_tf.planning import advice
-from checkmate_tf.planning.evaluated_plan import NEVER, EvaluatedPlan, cheapest
-from checkmate_tf.planning.guard_blocks import STATES, AllocatorPeak, Oversized, Placement, Placer, Waiting, none_known
+from checkmate_tf.planning import advice, small_plans
+from checkmate_tf.planning.evaluated_plan import EvaluatedPlan, cheapest
+from checkmate_tf.planning.guard_blocks import AllocatorPeak, Oversized, Placement, Placer, Waiting, none_known
 from checkmate_tf.planning.schedule_cache import Entry
 from checkmate_tf.planning.search import Order, Search
+from checkmate_tf.planning.small_plans import SmallPlans
+from checkmate_tf.planning.unmodified import UnmodifiedStep
 from checkmate_tf.planning.verification import verify
 
 _SAME_BUDGET = 0.005  # of a budget; schedules that were found for one this close are as good for another
@@ -35,16 +37,8 @@ _SEARCH_SHARE = 0.9  # of the time limit, before small plans are tried
 _SMALL_SHARE = 0.7  # of the time left then
 _VERIFIED_SHARE = 0.85  # of the time left, as the plan that is found may have to be replaced
 _AS_CHEAP = 1.01  # times the cost of a plan that was not confirmed: a known one that takes its place at once
-MINIMUM_LIMIT_S = 20.0
-MINIMUM_MARGIN = 1.02  # times the lowest peak that was found: a budget that is named, in memory that has moved
-_MOST_SMALL, _MOST_KEPT = 12, 6  # small plans that are tried, and kept
-_ARRANGEMENTS = 3  # of what the device holds, in which they are tried
-_MINIMUM_SHARE = 0.5  # of the time for small plans, for the smallest; the rest goes to cheaper ones near it
-_NEAR_MINIMUM = (1.01, 1.04)  # times the smallest inner budget
-_NEAR_LIMIT_S, _NEAR_GAP = 3.0, 0.05
 _MOST_VERIFICATIONS = 4
 _BOUND_LIMIT_S, _BOUND_SHARE = 4.0, 0.05  # for the bound of a plan that no solver was asked for; of the time limit
-_PLACED_SMALL = 1.005  # times its tensors: a peak that is small enough for a small plan
 
 
 class Planner:
@@ -71,6 +65,7 @@ class Planner:
 
     Attributes:
         needed_bytes: A lower bound on the peak of every plan, everything included: proven.
+        unmodified: The step as TensorFlow runs it.
     """
 
     def __init__(
@@ -96,6 +91,8 @@ class Planner:
         self._placer = Placer(self._allocator, uncounted_below_bytes)
         self._uncounted_below_bytes = uncounted_below_bytes
         self._limit_bytes = np.inf if limit_bytes is None else limit_bytes
+        self._small = SmallPlans(self, strategy)
+        self.unmodified = UnmodifiedStep(op_graph, costs, self._allocator, base_bytes, uncounted_below_bytes)
         self._placements: dict[tuple[Memory, int], Placement] = {}
         self._strategy = strategy
         self._rearrange = rearrange
@@ -123,7 +120,9 @@ class Planner:
 
     def store_all(self) -> EvaluatedPlan:
         """The plan that recomputes nothing, in the order with the lower peak."""
-        return min((self.evaluate(order, range(order.coarse.graph.n)) for order in self.orders), key=_peak)
+        return min(
+            (self.evaluate(order, range(order.coarse.graph.n)) for order in self.orders), key=attrgetter("peak_bytes")
+        )
 
     def plan(
         self,
@@ -153,7 +152,7 @@ class Planner:
     def failure(self, budget_bytes: int, time_limit_s: float) -> InfeasibleBudget | NoScheduleFound:
         """What to say where no plan was found within a budget, with the smallest budget that was."""
         if budget_bytes < self.needed_bytes:
-            return self._infeasible(budget_bytes, min(_SEARCH_SHARE * time_limit_s, MINIMUM_LIMIT_S))
+            return self._infeasible(budget_bytes, min(_SEARCH_SHARE * time_limit_s, small_plans.MINIMUM_LIMIT_S))
         return self.not_found(budget_bytes)
 
     def find(
@@ -177,7 +176,7 @@ class Planner:
         limit_s = _SEARCH_SHARE * time_limit_s
         found = self.search(budget_bytes, time_limit_s=limit_s, seed=seed, on_progress=on_progress)
         if found is None:
-            small = self._smallest_within(budget_bytes, min(_SMALL_SHARE * clock.left_s, MINIMUM_LIMIT_S))
+            small = self._smallest_within(budget_bytes, min(_SMALL_SHARE * clock.left_s, small_plans.MINIMUM_LIMIT_S))
             if small is None:
                 return None
             found = self.search(budget_bytes, time_limit_s=clock.left_s, seed=seed, on_progress=on_progress)
@@ -255,7 +254,7 @@ class Planner:
             target_bytes -= max(self.placed(candidate, budget_bytes).peak_bytes - budget_bytes, budget_bytes // 200)
         if found is None:  # whatever it costs is better than nothing, and worth as much time once more
             found = self.known(budget_bytes, self.clock(time_limit_s), bound_limit_s)
-            found = found or self.verified(self.unordered(), budget_bytes)
+            found = found or self.verified(self.unmodified.plan(), budget_bytes)
         if found is None:
             return None
         order = self._order_of(found) if history else None
@@ -324,44 +323,11 @@ class Planner:
         return min(candidate.peak_bytes, self.tensor_peak(candidate)) <= budget_bytes
 
     def minimum(self) -> EvaluatedPlan:
-        """The plan with the lowest allocator peak that was found, with a peak that `plan` can be held to.
-
-        Searches are limited in time, and what the device holds lies elsewhere when the step is planned next: the peak
-        is the highest over some arrangements, of the plan that suits each best, and a little more.
-        """
-        candidates = self._small(MINIMUM_LIMIT_S, own=False)
-        smallest = []
-        for arrangement in range(_ARRANGEMENTS):
-            if arrangement:
-                self._rearrange()
-            self.forget_peaks()
-            placed = self._placed_small(candidates)
-            smallest.append(self._smallest(placed))
-            candidates = placed[:_MOST_KEPT]
-        for candidate in candidates:
+        """The plan with the lowest allocator peak that was found, with a peak that `plan` can be held to."""
+        smallest, small = self._small.minimum(self._rearrange)
+        for candidate in small:
             self._keep(candidate)
-        return max(smallest, key=_peak)
-
-    def _placed_small(self, small: list[EvaluatedPlan]) -> list[EvaluatedPlan]:
-        """Those with the smallest tensors, in memory divided for each, the lowest peak first; as many as time allows.
-
-        A small plan may run many times as many ops as the step has, and asking the allocator about it takes as long.
-        """
-        clock = self.clock(MINIMUM_LIMIT_S / _ARRANGEMENTS)
-        placed: list[EvaluatedPlan] = []
-        for candidate in sorted(small, key=self.tensor_peak)[:_MOST_SMALL]:
-            placed.append(self.placed(candidate, round(_PLACED_SMALL * self.tensor_peak(candidate))))
-            if not clock.left_s:
-                break
-        return sorted(placed, key=_peak)
-
-    def _smallest(self, placed: list[EvaluatedPlan]) -> EvaluatedPlan:
-        """The first of them, with a peak that `plan` can be held to."""
-        best, peak = placed[0], placed[0].peak_bytes
-        if peak == NEVER:  # the device has no room for any; what its tensors take is then the best known
-            best = min(placed, key=self.tensor_peak)
-            peak = self.tensor_peak(best)
-        return dataclasses.replace(best, peak_bytes=round(MINIMUM_MARGIN * peak))
+        return smallest
 
     def forget_peaks(self) -> None:
         """Drops what the allocator said of plans, because its state has changed since."""
@@ -369,63 +335,14 @@ class Planner:
         for order in self.orders:
             order.seen.clear()
 
-    def _small(self, limit_s: float, *, own: bool) -> list[EvaluatedPlan]:
-        """Plans with small peaks; several, as what the allocator adds is different for each.
-
-        With `own`, only those that the strategy itself has found.
-        """
-        clock = Clock(limit_s)
-        with ThreadPoolExecutor(len(self.orders)) as pool:
-            share_s = _MINIMUM_SHARE * limit_s
-            minima = list(pool.map(lambda o: o.solver.minimum_budget(share_s, own=own), self.orders))
-            small = {o: least.budget_bytes for o, least in zip(self.orders, minima, strict=True) if least is not None}
-            near = [order for order, least in small.items() if least <= max(_NEAR_MINIMUM) * min(small.values())]
-            for k, factor in enumerate(_NEAR_MINIMUM):
-                near_s = min(_NEAR_LIMIT_S, clock.left_s / (len(_NEAR_MINIMUM) - k))
-                options = Options(time_limit_s=near_s, gap=_NEAR_GAP, keep_order=True)
-                list(pool.map(lambda o, f=factor, how=options: o.solve(int(f * small[o]), how), near))
-        found = []
-        for order, minimum in zip(self.orders, minima, strict=True):
-            if minimum is not None:
-                found.append(self.evaluate(order, minimum.schedule.sequence(), own=minimum.strategy == self._strategy))
-            found += [self.evaluate(order, point.nodes) for point in order.solver.front()[:_MOST_SMALL]]
-        return found
-
     def _smallest_within(self, budget_bytes: int, limit_s: float) -> EvaluatedPlan | None:
         """The cheapest of the strategy's smallest plans that keep a budget for which the search found nothing."""
         bound_limit_s = _bound_limit_s(limit_s)
-        small = self._small(limit_s - bound_limit_s, own=True)
-        within = sorted((candidate for candidate in small if self._may_keep(candidate, budget_bytes)), key=_time)
+        small = self._small.found(limit_s - bound_limit_s, own=True)
+        within = [candidate for candidate in small if self._may_keep(candidate, budget_bytes)]
+        within.sort(key=attrgetter("time_s"))
         verified = (self.verified(candidate, budget_bytes, bound_limit_s) for candidate in within)
         return next((candidate for candidate in verified if candidate is not None), None)
-
-    def unordered(self) -> EvaluatedPlan:
-        """The unmodified step: each op runs as soon as its inputs are ready, in the order in which they become so.
-
-        Its peak is the highest over the states of the allocator in which plans must keep a budget, so that it keeps
-        its own.
-        """
-        ordered, costs = permute(self._op_graph, self._costs, ready_order(self._op_graph))
-        candidate = self._simulated(ordered, costs, range(ordered.n))
-        peak = self._allocator.peak(candidate.memory, (), STATES)
-        return dataclasses.replace(candidate, peak_bytes=NEVER if peak is None else peak)
-
-    def ready_bytes(self) -> int:
-        """Peak of the unmodified step's tensors, everything included: what `unordered` takes at least."""
-        ordered, costs = permute(self._op_graph, self._costs, ready_order(self._op_graph))
-        memory = simulate(ordered, compile_plan(ordered, range(ordered.n)), costs.workspace_bytes, costs.requests)
-        return memory.most_counted_bytes(self._uncounted_below_bytes) + self._base_bytes
-
-    def unmodified_peak_bytes(self, workers: int) -> int:
-        """Peak of the unmodified step, of whose ops so many run at once: the higher of those one by one and so."""
-        peak_bytes = self.unordered().peak_bytes
-        if workers == 1 or peak_bytes == NEVER:
-            return peak_bytes
-        order, begin_s, end_s = side_by_side(self._op_graph, self._costs.time_s, workers)
-        ordered, costs = permute(self._op_graph, self._costs, order)
-        memory = simulate(ordered, compile_plan(ordered, range(ordered.n)), costs.workspace_bytes, costs.requests)
-        overlapping = self._allocator.peak(memory.overlapping(begin_s, end_s), (), STATES)
-        return NEVER if overlapping is None else max(peak_bytes, overlapping)
 
     def tensor_peak(self, candidate: EvaluatedPlan) -> int:
         """Peak in bytes of tensors that are counted, everything included."""
@@ -442,7 +359,8 @@ class Planner:
         sequence = np.array(nodes, dtype=np.int64)
         key = sequence.tobytes()
         if key not in order.seen:
-            candidate = self._simulated(order.op_graph, order.costs, order.coarse.op_sequence(nodes))
+            ops = order.coarse.op_sequence(nodes)
+            candidate = EvaluatedPlan.of(order.op_graph, order.costs, ops, self._allocator.peak)
             node_peak = simulate(
                 order.node_graph, compile_plan(order.node_graph, nodes), order.coarse.graph.workspace_bytes
             )
@@ -468,23 +386,10 @@ class Planner:
         bound, bound_of = order.bound(candidate.node_peak_bytes)
         return dataclasses.replace(candidate, bound=bound, bound_of=bound_of)
 
-    def _simulated(self, op_graph: OpGraph, costs: Costs, ops: Sequence[int]) -> EvaluatedPlan:
-        plan = compile_plan(op_graph, ops)
-        memory = simulate(op_graph, plan, costs.workspace_bytes, costs.requests)
-        peak = self._allocator.peak(memory)
-        return EvaluatedPlan(
-            op_graph=op_graph,
-            costs=costs,
-            plan=plan,
-            memory=memory,
-            peak_bytes=NEVER if peak is None else peak,
-            time_s=costs.sequence_s(plan.ops),
-        )
-
     def _infeasible(self, budget_bytes: int, limit_s: float) -> InfeasibleBudget:
         """The error for a budget that no schedule of any kind can meet."""
         self.forget_peaks()
-        smallest = self._smallest(self._placed_small(self._small(limit_s, own=False)))
+        smallest = self._small.smallest(self._small.found(limit_s, own=False))
         others_bytes = self._before.others_bytes
         holds_without = self.needed_bytes - others_bytes > budget_bytes
         while_held = "" if holds_without else f" (as long as others hold {format_bytes(others_bytes)} of it)"
@@ -517,7 +422,7 @@ class Planner:
     def smallest_seen(self) -> EvaluatedPlan | None:
         """The plan with the lowest peak seen since memory last changed, with a peak that `plan` can be held to."""
         seen = [candidate for order in self.orders for candidate in order.seen.values()]
-        return self._smallest(self._placed_small(seen)) if seen else None
+        return self._small.smallest(seen) if seen else None
 
     def _hint(self, smallest: EvaluatedPlan) -> str:
         return (
@@ -533,11 +438,3 @@ class Planner:
 
 def _bound_limit_s(time_limit_s: float) -> float:
     return min(_BOUND_LIMIT_S, _BOUND_SHARE * time_limit_s)
-
-
-def _peak(candidate: EvaluatedPlan) -> int:
-    return candidate.peak_bytes
-
-
-def _time(candidate: EvaluatedPlan) -> float:
-    return candidate.time_s

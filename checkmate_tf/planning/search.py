@@ -156,8 +156,8 @@ class Evaluator(Protocol):
     def clock(self, time_limit_s: float) -> Clock:
         """Of a search, which stands still where the device waits for memory."""
 
-    def evaluate(self, order: Order, nodes: Sequence[int] | np.ndarray) -> EvaluatedPlan:
-        """The plan of a schedule, given as indices of the order's nodes."""
+    def evaluate(self, order: Order, nodes: Sequence[int] | np.ndarray, *, own: bool = True) -> EvaluatedPlan:
+        """The plan of a schedule, given as indices of the order's nodes; the strategy's own, or another's."""
 
     def placed(self, candidate: EvaluatedPlan, budget_bytes: int) -> EvaluatedPlan:
         """The plan with the peak that the device's allocator has for it."""

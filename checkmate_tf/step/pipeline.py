@@ -305,9 +305,9 @@ class ProfiledStep:
         if self._plain_peak_bytes is None:
             planner, workers = self.unmodified().planner, devices.workers(self.device)
             if self.in_training:
-                predicted = planner.ready_bytes()
+                predicted = planner.unmodified.tensor_bytes()
             else:
-                predicted = planner.unmodified_peak_bytes(workers) - self.memory.slots_bytes  # it has none
+                predicted = planner.unmodified.peak_bytes(workers) - self.memory.slots_bytes  # it has none
             self._plain_peak_bytes = max(CALL_BYTES, predicted)
         return self._plain_peak_bytes
 

@@ -18,8 +18,8 @@ from checkmate_tf.lowering.rebuild import Lean, call_unoptimized
 from checkmate_tf.lowering.trace import TracedStep
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 from checkmate_tf.planning.guard_blocks import STATES
-from checkmate_tf.planning.planner import MINIMUM_MARGIN
 from checkmate_tf.planning.reuse import follow
+from checkmate_tf.planning.small_plans import MINIMUM_MARGIN
 from checkmate_tf.reports import describe
 from checkmate_tf.reports.report import ImplementationRow, Report
 from checkmate_tf.step import trial

@@ -25,7 +25,7 @@ from random_watch import Watch, peak_of
 
 import checkmate_tf
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
-from checkmate_tf.planning import guard_blocks, planner
+from checkmate_tf.planning import guard_blocks, small_plans
 from checkmate_tf.step import pipeline
 from checkmate_tf.step.pipeline import ProfiledStep
 from checkmate_tf.step.placed_plan import PlacedPlan
@@ -91,7 +91,7 @@ def _limit_searches(recipe: dict) -> float:
     """Makes planning short; returns the limit of a search, seconds."""
     is_small = recipe["family"] == random_models.LAYERS
     limit_s = LAYERS_LIMIT_S if is_small else UNROLLED_LIMIT_S if recipe["family"] == "recurrent" else LIMIT_S
-    planner.MINIMUM_LIMIT_S = LAYERS_LIMIT_S if is_small else LEAST_LIMIT_S
+    small_plans.MINIMUM_LIMIT_S = LAYERS_LIMIT_S if is_small else LEAST_LIMIT_S
     guard_blocks._LIMIT_S = PLACING_LIMIT_S
     PlacedPlan._SOON_S = limit_s
     return limit_s

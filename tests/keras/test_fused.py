@@ -15,7 +15,7 @@ from tight import train_tightly
 
 import checkmate_tf
 from checkmate_tf.lowering.implementations.registry import ALTERNATIVES, LAST_RESORT, SPLITS
-from checkmate_tf.planning import planner
+from checkmate_tf.planning import small_plans
 from checkmate_tf.planning.planner import Planner
 
 FITS_BYTES = 1 << 30  # far more than any of these steps needs
@@ -133,7 +133,7 @@ def normalised_net() -> keras.Model:
 
 @pytest.mark.slow
 def test_where_memory_is_least_the_gradient_of_batch_norm_runs_in_place(options, monkeypatch):
-    monkeypatch.setattr(planner, "MINIMUM_LIMIT_S", 2.0)
+    monkeypatch.setattr(small_plans, "MINIMUM_LIMIT_S", 2.0)
     spec = tf.TensorSpec((BATCH, SIZE, SIZE, 3)), tf.TensorSpec((BATCH,), tf.int64)
 
     def least_bytes(how):
