@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from checkmate_tf.core.allocator import UNIT_BYTES, rounded
 from checkmate_tf.core.guard_blocks import guard_block_bytes
-from checkmate_tf.device_memory.allocation_replay import empty
+from checkmate_tf.device_memory.allocation_replay import empty, places
 from checkmate_tf.device_memory.compaction import exact_chunks
 from checkmate_tf.device_memory.device import counted_bytes, tensor_of, uncounted_below_bytes
 from checkmate_tf.device_memory.guard_blocks import divide
@@ -45,25 +45,47 @@ class ReservedSlots:
 
     def __init__(self, sizes: Sequence[int], batches: int, small: Sequence[int], device: str, most_bytes: int):
         self._device = device
-        uncounted = uncounted_below_bytes(device)
-        slots = _slots_of([size for size in sizes if size >= _LEAST_BYTES]) * batches
-        # The first part keeps the first slot from growing into what is in front of it.
-        parts = [max(_LEAST_BYTES, uncounted), *slots]
-        between = counted_bytes(device, [guard_block_bytes(size, uncounted) for size in parts])
-        self._parts = parts if len(parts) > 1 and between <= max(most_bytes, _BETWEEN * sum(slots)) else []
+        self._uncounted_below_bytes = uncounted = uncounted_below_bytes(device)
+        large = [size for size in sizes if size >= _LEAST_BYTES]
+        most_between = max(most_bytes, int(_BETWEEN * batches * sum(map(rounded, large))))
+        self._separate = self._affordable(large * batches, most_between)
+        self._parts = self._separate
+        if uncounted > UNIT_BYTES:  # blocks are dear
+            self._parts = self._affordable(_slots_of(large) * batches, most_between)
+        self._first_bytes = large[0] if large else 0
         blocks_bytes = UNIT_BYTES * (len(small) + 1)
         self._small = list(small) if uncounted <= UNIT_BYTES and blocks_bytes <= most_bytes else []
-        self.nbytes = (between if self._parts else 0) + (blocks_bytes if self._small else 0)
+        self.nbytes = self._between(self._parts) + (blocks_bytes if self._small else 0)
         self._blocks: list[tf.Tensor] = []
         self._small_blocks: list[tf.Tensor] = []
 
+    def _affordable(self, slots: Sequence[int], most_bytes: int) -> list[int]:
+        """The parts in which slots are cut; none where the blocks between them take more than that."""
+        # The first part keeps the first slot from growing into what is in front of it.
+        parts = [max(_LEAST_BYTES, self._uncounted_below_bytes), *slots] if slots else []
+        return parts if self._between(parts) <= most_bytes else []
+
+    def _between(self, parts: Sequence[int]) -> int:
+        blocks = [guard_block_bytes(size, self._uncounted_below_bytes) for size in parts]
+        return counted_bytes(self._device, blocks)
+
     def take(self) -> None:
         """Makes slots for batches anew."""
-        self._blocks.clear()
         self._small_blocks.clear()
-        if self._parts:
-            with exact_chunks(self._device, _ROOM * sum(self._parts)):
-                self._blocks = divide(self._parts, self._device)
+        self._cut(self._parts)
+        if self._separate not in ([], self._parts) and self._is_missed():
+            self._cut(self._separate)
+
+    def _cut(self, parts: Sequence[int]) -> None:
+        self._blocks.clear()
+        if parts:
+            with exact_chunks(self._device, _ROOM * sum(parts)):
+                self._blocks = divide(parts, self._device)
+
+    def _is_missed(self) -> bool:
+        """Whether a batch's first tensor would be given a free chunk smaller than the slot that tensors share."""
+        first, slot = places([self._first_bytes, self._parts[-1]], self._device)
+        return first != slot
 
     def take_for_small(self) -> None:
         """Makes slots for small tensors anew; none where memory runs out."""
@@ -84,16 +106,13 @@ def _slots_of(sizes: list[int]) -> list[int]:
     return [whole_bytes] if sizes else []
 
 
-def renew(batch: list[Any], device: str) -> Any:
+def renew(batch: list[Any], device: str, meanwhile: Callable[[], None] = lambda: None) -> None:
     """Frees a batch and makes it anew: it comes to lie where the next one will, in slots if there are any.
 
     Args:
-        batch: A list with the batch: (nested) tensors that nothing else holds, or else they stay where they are. It is
-            taken out of the list.
+        batch: A list with the batch: (nested) tensors that nothing else holds, or else they stay where they are.
         device: Device whose tensors are meant.
-
-    Returns:
-        The batch.
+        meanwhile: Called while the batch is not on the device: arranges its memory.
     """
     structure = batch.pop()
     leaves = tf.nest.flatten(structure)
@@ -108,7 +127,10 @@ def renew(batch: list[Any], device: str) -> Any:
         if held() is not None:
             leaves[k] = held()
             del arrays[k]
-    with tf.device(device):
-        for k in list(arrays):
-            leaves[k] = tensor_of(arrays.pop(k))
-    return tf.nest.pack_sequence_as(structure, leaves)
+    try:
+        meanwhile()
+    finally:
+        with tf.device(device):
+            for k in list(arrays):
+                leaves[k] = tensor_of(arrays.pop(k))
+        batch.append(tf.nest.pack_sequence_as(structure, leaves))

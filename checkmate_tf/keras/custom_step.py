@@ -162,7 +162,7 @@ class PlannedFunction:
         try:
             if is_range:
                 self._steps.open(input_spec)
-            kind = self._plan_and_try(self._zeros_of(input_spec))
+            kind = self._plan_and_try([self._zeros_of(input_spec)])
             if is_range:
                 self._steps.plan_smaller(input_spec)
         except StepError as error:
@@ -178,12 +178,12 @@ class PlannedFunction:
         for step in self._steps.of.values():
             self._unplanned.if_alarming(step)
 
-    def _plan_and_try(self, arguments: tuple) -> Hashable:
-        """Plans for arguments of zeros; returns their kind."""
-        self._steps.plan(arguments)
-        one = self._steps.of_one(arguments)
-        self._steps.of[batch.signature(one)].try_out(arguments)
-        return batch.kind(one)
+    def _plan_and_try(self, held: list[tuple]) -> Hashable:
+        """Plans for arguments of zeros, which nothing but a list holds; returns their kind."""
+        self._steps.plan(held[0])
+        kind = batch.kind(self._steps.of_one(held[0]))
+        self._steps.of[batch.signature(self._steps.of_one(held[0]))].try_out(held, can_renew=True)
+        return kind
 
     def _weights_bytes(self, arguments: tuple) -> int:
         """Size of all that has a gradient in a step of several replicas."""

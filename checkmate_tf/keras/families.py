@@ -238,12 +238,12 @@ class Family:
     def _planned_for(self, spec: Any, settings: Settings, *, is_there: bool) -> Member | None:
         """The plan for a batch, which is there or tried on zeros; None if that needs more than the budget."""
         profiled = self._of(spec, settings)
-        zeros = None if is_there else batch.zeros_of(spec)  # they count, as such a batch would
+        zeros = [] if is_there else [batch.zeros_of(spec)]  # they count, as such a batch would
         if not is_there and profiled.least_bytes() > profiled.budget_bytes():
             return None
         found = Member(PlannedStep.of(profiled), batch.shapes_of(spec), self._open, profiled.plain_peak_bytes())
         if not is_there:
-            found.step.try_out(zeros)
+            found.step.try_out(zeros, can_renew=True)
         return found
 
     def _of(self, spec: Any, settings: Settings) -> ProfiledStep:

@@ -209,14 +209,18 @@ class MicrobatchedStep:
         added = 0.0 if self._add is None else (self.parts - 1) * self._add.candidate.time_s
         return added + self._update.candidate.time_s
 
-    def try_out(self, data) -> None:
+    def try_out(self, held: list, *, can_renew: bool = False) -> None:  # noqa: ARG002 - as `PlannedStep.try_out`
         """Tries the steps of the parts. Changes nothing.
+
+        Args:
+            held: A list with the batch.
+            can_renew: Does not matter here: parts are cut from the batch.
 
         Raises:
             NoScheduleFound: No plan was found that keeps the budget when it runs.
         """
         for step, k in zip(self.steps, (0, self.parts - 1)[-len(self.steps) :], strict=True):
-            step.try_out(self._part(data, k))
+            step.try_out([self._part(held[0], k)])
         self._is_tried = True
 
     def run(self, held: list, *, can_renew: bool = False):
@@ -230,7 +234,7 @@ class MicrobatchedStep:
             What the unmodified step returns.
         """
         if not self._is_tried:
-            self.try_out(held[0])
+            self.try_out(held)
         if can_renew and not self._has_run:
             self._try_as_later_ones(held)
         self._has_run = True
@@ -258,7 +262,7 @@ class MicrobatchedStep:
             if taken_bytes <= most_bytes:
                 return
             most_bytes = taken_bytes
-            self.try_out(held[0])
+            self.try_out(held)
 
     def report(self) -> Report:
         """What was promised and measured: the highest peaks of the parts, and times of the whole batch."""
@@ -346,7 +350,7 @@ class Ways:
                 steps.clear()
                 self._forget()
             with self._refusals_kept():
-                step.try_out(data)
+                step.try_out([data])
                 return step
             del step
             gc.collect()  # what it holds on the device

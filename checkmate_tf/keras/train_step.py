@@ -184,7 +184,7 @@ class PlannedTraining:
         try:
             if is_range:
                 self._batches.open(input_spec)
-            self.on_spec(input_spec, self._plan_and_try)
+            self._on_zeros(input_spec, self._plan_and_try)
             if is_range:
                 self._batches.plan_smaller(input_spec)
         except CheckmateError as error:
@@ -194,9 +194,9 @@ class PlannedTraining:
         for step in self.steps.values():
             self._unplanned.if_alarming(step)
 
-    def _plan_and_try(self, data) -> None:
-        self.plan(data)
-        self.steps[batch.signature(self._batches.of_one(data))].try_out(data)
+    def _plan_and_try(self, held: list) -> None:
+        self.plan(held[0])
+        self.steps[batch.signature(self._batches.of_one(held[0]))].try_out(held, can_renew=True)
 
     def on_spec(self, input_spec: Any, use: Callable[[Any], Result]) -> Result:
         """Calls `use` with a batch of zeros.
@@ -205,14 +205,20 @@ class PlannedTraining:
             ModelError: The training step does not take such a batch.
             PlanningError: What is done with it failed.
         """
+        return self._on_zeros(input_spec, lambda held: use(held[0]))
+
+    def _on_zeros(self, input_spec: Any, use: Callable[[list], Result]) -> Result:
+        """As `on_spec`, but calls `use` with a list that is all that holds the batch."""
+        held = []
         try:
             if replicas.is_replicated(self._model):
-                data = replicas.specified(input_spec, self._model.distribute_strategy)
+                held.append(replicas.specified(input_spec, self._model.distribute_strategy))
             else:
-                data = batch.zeros_of(input_spec)
-            return use(self._without_absent(data))
+                held.append(batch.zeros_of(input_spec))
+            held.append(self._without_absent(held.pop()))
+            return use(held)
         except Exception as error:
-            data = None
+            held.clear()
             forget_locals(error)
             if isinstance(error, StepError):
                 raise ModelError(

@@ -43,11 +43,15 @@ class PlacedPlan:
             batch: A list with the batch.
             can_renew: The batch may be made anew, in one of the slots.
         """
+        if can_renew:
+            renew(batch, self._profiled.device, meanwhile=self._arrange)
+        else:
+            self._arrange()
+        self._slots.take_for_small()
+
+    def _arrange(self) -> None:
         self._profiled.memory.ready_to_run()
         self._slots.take()
-        if can_renew:
-            batch.append(renew(batch, self._profiled.device))
-        self._slots.take_for_small()
 
     def divide(self) -> None:
         """Divides memory for the plan, as far as there is room."""

@@ -182,16 +182,19 @@ class PlannedStep:
         self._trusted_at = self._lease.changes
         return results
 
-    def try_out(self, data: Any) -> None:
+    def try_out(self, batch: list[Any], *, can_renew: bool = False) -> None:
         """Tries the step on a batch, before there is one to train on. Changes nothing.
+
+        Args:
+            batch: A list with the batch.
+            can_renew: Nothing else holds the batch, so it can be made anew, where those to train on will lie.
 
         Raises:
             NoScheduleFound: No plan was found that keeps the budget when it runs.
         """
-        batch = [data]
-        self._take_lease(batch, can_renew=False)
+        self._take_lease(batch, can_renew)
         if not self._lasting:
-            self._tried(batch, can_renew=False, counts=False)
+            self._tried(batch, can_renew=can_renew, counts=False)
         self._trusted_at = None  # the first batch will lie elsewhere, and may hold what zeros do not
 
     def measured_bytes(self, data: Any) -> int | None:

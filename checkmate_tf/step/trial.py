@@ -103,7 +103,7 @@ def run(
             return Outcome(highest, before_bytes, is_within, Run(results, seconds, peak_bytes))
         del results
         if can_renew:
-            batch.append(renew(batch, device))
+            renew(batch, device)
     put_back()
     draw_anew()
     return Outcome(highest, before_bytes, is_within)

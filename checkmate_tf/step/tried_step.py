@@ -198,7 +198,7 @@ class TriedStep:
             self.warning = f"steps may take more than their budget of {format_bytes(self.budget_bytes)}: {error}"
             self._replans = self._MOST_REPLANS
 
-    def try_out(self, data: Any) -> None:
+    def try_out(self, batch: list[Any], *, can_renew: bool = False) -> None:
         """Does nothing: the step was tried when it was planned."""
 
     def report(self) -> Report:

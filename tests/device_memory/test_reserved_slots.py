@@ -59,9 +59,14 @@ for name, count in (("two", 2), ("three", 3)):
 place = address(held[0])
 movable = [batch]
 del batch
-batch = renew(movable, "CPU:0")
-kept = renew([list(held)], "CPU:0")
-found["emptied"] = movable == []
+seen = []
+before = in_use_bytes("CPU:0")
+renew(movable, "CPU:0", lambda: seen.append((list(movable), before - in_use_bytes("CPU:0"))))
+batch = movable.pop()
+holding = [list(held)]
+renew(holding, "CPU:0")
+kept = holding.pop()
+found["emptied"] = seen
 found["kept"] = kept[0] is held[0] and address(kept[0]) == place
 found["same"] = [batch[0].numpy().tolist(), kept[0].numpy().tolist()] == values
 place = address(batch[0])
@@ -123,7 +128,7 @@ def test_batches_get_no_more_than_their_size_and_are_renewed_only_if_nothing_els
     assert found["two"] == [6 * mib, 12 * mib]
     assert found["three"][:2] == found["two"]
     assert found["three"][2] > 18 * mib  # there is no third slot: the piece that it gets is larger
-    assert found["emptied"]
+    assert found["emptied"] == [[[], 2 * mib]], "the batch is not on the device while its memory is arranged"
     assert found["as_the_next"]
     assert found["kept"]
     assert found["same"]
