@@ -75,6 +75,14 @@ def test_what_is_listed_adds_up_to_the_smallest_budget():
     assert "weights and optimizer slots 30.00 MiB (50 %)" in text
 
 
+def test_what_a_trial_took_beyond_the_plan_is_a_part_of_its_own():
+    """A refusal after trials named 52 MiB, and listed 28."""
+    smallest = dataclasses.replace(plan(activation_bytes=8, weight_bytes=10 * MIB), peak_bytes=60 * MIB)
+    text = at_peak(smallest, Before(30 * MIB, 30 * MIB - 8, 8), unforeseen_bytes=20 * MIB)
+    assert "such as tensors whose sizes depend on the data 20.00 MiB (25 %)" in text
+    assert "what the allocator rounds up, and room that is kept 10.00 MiB (12 %)" in text
+
+
 def test_a_layer_is_named_as_the_user_does():
     text = at_peak(plan(activation_bytes=90 * MIB, weight_bytes=MIB), Before(MIB, MIB, 0))
     assert 'in the gradient of layer "head"' in text

@@ -34,7 +34,7 @@ def stubbed(soon, later, *, verified=lambda _: None):
         replacement=answer("soon", soon),
         search=answer("later", later),
         not_found=lambda _: NoScheduleFound("none"),
-        advice_on=lambda _: "Try: a smaller batch.",
+        advice_on=lambda _, unforeseen_bytes: f"{unforeseen_bytes} bytes were not foreseen.",
     )
     profiled = SimpleNamespace(
         planner=planner,
@@ -157,4 +157,20 @@ def test_where_no_other_plan_was_found_none_is_sought_each_time_that_steps_take_
 def test_a_refusal_after_trials_names_what_they_took_where_no_other_plan_is_known():
     step, _ = stubbed(None, None)
     step._trial_peaks = [None, 130, 120]
-    assert step._not_kept().best_peak_bytes == round(1.02 * 120)
+    refusal = step._not_kept()
+    assert refusal.best_peak_bytes == round(1.02 * 120)
+    assert f"{refusal.best_peak_bytes - step.candidate.peak_bytes} bytes were not foreseen" in str(refusal)
+
+
+@pytest.mark.parametrize(("of_others_bytes", "why"), [(0, "sizes depend on the data"), (10, "what others hold")])
+def test_a_step_that_no_plan_keeps_within_its_budget_any_longer_says_why(of_others_bytes, why):
+    """Where the sizes of tensors depended on the data, data for validation was named, which there was none of."""
+    step, _ = stubbed(None, None, verified=lambda candidate: candidate)
+    ready(step)
+    step._has_trained = True
+    step._plan_again(107, of_others_bytes)
+    step._profiled.planner.verified = lambda *_: None
+    ready(step)
+    assert "steps may take more than their budget of 100 B" in step.warning
+    assert why in step.warning
+    assert ("read batch by batch" in step.warning) == (of_others_bytes > 0)

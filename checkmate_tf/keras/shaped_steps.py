@@ -147,17 +147,19 @@ class ShapedSteps:
         Args:
             notes: Further sentences for it.
         """
-        planned = [step for step in self.of.values() if step is not None]
-        if not planned:
+        steps = {key: step for key, step in self.of.items() if step is not None}
+        if not steps:
             return Report(notes=(*notes, "no batch is planned."))
 
         def batches(step: AnyStep) -> int:
             return sum(count for key, count in self._runs.items() if self.of.get(key) is step)
 
         families = [family for family in self._families.values() if family is not None]
-        largest = max(planned, key=lambda step: step.candidate.peak_bytes)
+        specs = [self._specs[key] for key in steps]  # a part of a batch may follow the plan of the whole one
+        wholes = [s for key, s in steps.items() if not any(batch.is_part_of(self._specs[key], spec) for spec in specs)]
+        largest = max(wholes, key=lambda step: step.candidate.peak_bytes)
         report = dataclasses.replace(largest.report(), sizes=[row for one in families for row in one.rows(batches)])
-        of_others = [note for step in planned if step is not largest for note in step.notes]
+        of_others = [note for step in steps.values() if step is not largest for note in step.notes]
         more = dict.fromkeys([*of_others, *(note for one in families for note in one.notes), *notes])
         return report.with_notes(note for note in more if note not in report.notes)
 

@@ -18,6 +18,7 @@ _WEIGHTS, _BATCH, _UPDATES = "weights and optimizer slots", "batch", "gradients 
 _LAYERS, _WORKSPACE = "activations and their gradients", "workspace of one op"
 _OTHERS = "tensors that are not the step's, such as other models, or data that a pipeline holds"
 _ROUNDING = "what the allocator rounds up, and room that is kept"
+_UNFORESEEN = "what no plan foresees, such as tensors whose sizes depend on the data"
 _OF_ROWS = frozenset({_BATCH, _LAYERS})  # fewer rows take less
 _HELPS = 0.1  # of the peak: a part of that size is worth making smaller
 _MODEL = re.compile(r"(functional|sequential)(_\d+)?")
@@ -41,7 +42,12 @@ class Before(NamedTuple):
 
 
 def at_peak(
-    smallest: EvaluatedPlan, before: Before, layers: Container[str] = (), *, uncounted_below_bytes: int = 0
+    smallest: EvaluatedPlan,
+    before: Before,
+    layers: Container[str] = (),
+    *,
+    uncounted_below_bytes: int = 0,
+    unforeseen_bytes: int = 0,
 ) -> str:
     """What the smallest plan holds at its peak, the most first, and what makes that less.
 
@@ -50,6 +56,7 @@ def at_peak(
         before: What the device holds before the step.
         layers: As for `Places`.
         uncounted_below_bytes: Smaller tensors are in no peak.
+        unforeseen_bytes: What it was measured to take beyond the plan's peak.
     """
     graph, memory, step = smallest.op_graph, smallest.memory, smallest.memory.peak_step
     parts = collections.Counter(
@@ -64,6 +71,7 @@ def at_peak(
             places[place.of(op)] += nbytes
     parts[_WORKSPACE] = max(0, int(memory.in_use_bytes[step] - memory.held_bytes[step]))
     parts[_ROUNDING] = max(0, smallest.peak_bytes - parts.total())
+    parts[_UNFORESEEN] = unforeseen_bytes
     total = max(1, parts.total())
     listed = ", ".join(
         f"{name} {format_bytes(size)} ({100 * size / total:.0f} %)" for name, size in parts.most_common() if size > 0

@@ -430,10 +430,20 @@ class Planner:
             f"({smallest.peak_bytes:,} bytes). {self.advice_on(smallest)}"
         )
 
-    def advice_on(self, candidate: EvaluatedPlan) -> str:
-        """What a plan holds at its peak, and what makes that less."""
-        below = self._uncounted_below_bytes
-        return advice.at_peak(candidate, self._before, self._layers, uncounted_below_bytes=below)
+    def advice_on(self, candidate: EvaluatedPlan, unforeseen_bytes: int = 0) -> str:
+        """What a plan holds at its peak, and what makes that less.
+
+        Args:
+            candidate: The plan.
+            unforeseen_bytes: What it was measured to take beyond its peak.
+        """
+        return advice.at_peak(
+            candidate,
+            self._before,
+            self._layers,
+            uncounted_below_bytes=self._uncounted_below_bytes,
+            unforeseen_bytes=unforeseen_bytes,
+        )
 
 
 def _bound_limit_s(time_limit_s: float) -> float:

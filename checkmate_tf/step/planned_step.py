@@ -65,6 +65,7 @@ class PlannedStep:
         self._most_bytes = budget_bytes  # that a plan may be predicted to take
         self._refusal: InfeasibleBudget | NoScheduleFound | None = None  # that stands unless a trial keeps the budget
         self._replans = 0
+        self._is_beside_others = True  # should no plan keep the budget, that is why
         self._has_trained = False
         self._lasting = effects.lasting(profiled.traced)
         self._draws_in_kernels = effects.draws_in_kernels(profiled.traced)
@@ -300,7 +301,7 @@ class PlannedStep:
         else:
             return False
         self._note(f"others hold {how}; planned again.")
-        self._begin_anew()
+        self._begin_anew(is_beside_others=True)
         return True
 
     def _takes_too_much(self) -> bool:
@@ -345,10 +346,16 @@ class PlannedStep:
 
     def _go_on_as_it_is(self) -> None:
         """Keeps the plan that there is: training has begun, and is not ended for what a step takes too much."""
+        why = (
+            "with what steps were measured to take, which may differ from batch to batch where sizes depend on the data"
+        )
+        tries = "a smaller batch, or a larger budget"
+        if self._is_beside_others:
+            why = "beside what others hold on the device by now, such as data for validation"
+            tries = f"data that is read batch by batch, {tries}"
         self.warning = (
             f"steps may take more than their budget of {format_bytes(self.budget_bytes)}: no plan was found that keeps "
-            "it with what was measured, or with what others hold on the device by now, such as data for validation. "
-            "Try: data that is read batch by batch, a smaller batch, or a larger budget."
+            f"it {why}. Try: {tries}."
         )
         self._note(self.warning)
         self._replans = self._MOST_REPLANS
@@ -375,12 +382,13 @@ class PlannedStep:
             if measured_bytes is not None:
                 smallest_bytes = round(MINIMUM_MARGIN * (measured_bytes + drawn_bytes))
             predicted = f" (predicted: {_shown(self.candidate.peak_bytes)})"
+        unforeseen_bytes = max(0, (smallest_bytes or 0) - self.candidate.peak_bytes)
         drawn = f", and {_shown(drawn_bytes)} are kept free for a batch that a pipeline draws" if drawn_bytes else ""
         return NoScheduleFound(
             f"no plan was found that keeps {_shown(self.budget_bytes)} when it runs: in trials the step took "
             f"{', '.join(map(_shown, self._trial_peaks))}{predicted}{drawn}. "
             f"Smallest budget found: {_shown(smallest_bytes)}. "
-            f"{planner.advice_on(self.candidate)}",
+            f"{planner.advice_on(self.candidate, unforeseen_bytes)}",
             best_peak_bytes=smallest_bytes,
         )
 
@@ -501,10 +509,11 @@ class PlannedStep:
             f"a step took {measured_bytes:,} bytes, {unforeseen:,} more than predicted{of_others}; planned again."
         )
         self._tighten(measured_bytes - of_others_bytes)
-        self._begin_anew()
+        self._begin_anew(is_beside_others=of_others_bytes > 0)
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, *, is_beside_others: bool) -> None:
         """Another plan is sought before the next run."""
+        self._is_beside_others = is_beside_others
         self._replans += 1
         self._is_ready = False
         self._trusted_at = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -15,7 +17,10 @@ from tight import train_tightly
 import checkmate_tf
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.keras import batch
+from checkmate_tf.keras.shaped_steps import ShapedSteps
 from checkmate_tf.keras.train_step import planned_training
+from checkmate_tf.reports.report import Report
+from checkmate_tf.step.pipeline import Settings
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +140,20 @@ def test_smaller_last_batch_has_the_budget_of_a_whole_one(alike, twins):
     *_, whole, part = planned_training(twins[1]).steps.values()
     assert part.budget_bytes == whole.budget_bytes
     assert part.candidate.peak_bytes == whole.candidate.peak_bytes, "it follows the whole one's plan"
+
+
+def test_a_report_is_on_the_whole_batch_and_not_on_a_part_that_follows_its_plan():
+    """The whole one's plan had been replaced by a smaller one: the report showed what the part was measured to take."""
+
+    def planned(name, peak_bytes):
+        candidate = SimpleNamespace(peak_bytes=peak_bytes)
+        return SimpleNamespace(candidate=candidate, notes=[name], report=lambda: Report(notes=(name,)))
+
+    steps = ShapedSteps(Settings(budget=0.5), print)
+    for name, rows, peak_bytes in (("part", 8, 100), ("whole", 48, 99), ("other", 16, 98)):
+        steps.of[name] = planned(name, peak_bytes)
+        steps._specs[name] = tf.TensorSpec((rows, 3 if name == "other" else 2))
+    assert steps.report([]).notes == ("whole", "part", "other")
 
 
 def planned_steps(model):
