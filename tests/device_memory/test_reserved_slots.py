@@ -56,6 +56,13 @@ for name, count in (("two", 2), ("three", 3)):
         found[name].append(in_use_bytes("CPU:0") - before)
     del batches
 
+for_pair = ReservedSlots([5 * MIB, 5 * MIB], 1, [], "CPU:0", 8 * MIB)
+for_pair.take()
+before = in_use_bytes("CPU:0")
+pair = [empty(5 * MIB), empty(5 * MIB)]
+found["pair"] = in_use_bytes("CPU:0") - before
+del for_pair, pair
+
 place = address(held[0])
 movable = [batch]
 del batch
@@ -110,36 +117,6 @@ print("RESULT " + json.dumps({
 }))
 """
 
-AHEAD = """
-import json
-import checkmate_tf
-import keras
-import numpy as np
-import tensorflow as tf
-from checkmate_tf.device_memory import device as devices
-
-keras.utils.set_random_seed(0)
-inputs = hidden = keras.Input((64, 64, 3))
-for width in (16, 32, 32, 16):
-    hidden = keras.layers.Conv2D(width, 3, padding="same", activation="gelu")(hidden)
-    hidden = keras.layers.GroupNormalization(8)(hidden)
-model = keras.Model(inputs, keras.layers.Conv2D(3, 1)(hidden))
-model.compile("adam", "mse")
-image = tf.TensorSpec((24, 64, 64, 3), tf.float32)  # the two tensors of a batch share a slot where blocks are dear
-checkmate_tf.compile(model, 0.5, input_spec=(image, image), time_limit_s=5, cache_dir=None, verbose=False)
-images = np.random.default_rng(0).random((24, 64, 64, 3), np.float32)
-peaks = []
-for step in range(6):
-    devices.reset_peak("CPU:0")
-    model.train_on_batch(images, images)
-    peaks.append(devices.peak_bytes("CPU:0"))
-report = checkmate_tf.report(model)
-print("RESULT " + json.dumps({
-    "trials": report.trial_peaks_bytes, "later": peaks, "predicted": report.predicted_peak_bytes,
-    "again": sum(report.recomputed.values()),
-}))
-"""
-
 
 @pytest.fixture(params=ALLOCATORS)
 def allocator(request):
@@ -158,6 +135,7 @@ def test_batches_get_no_more_than_their_size_and_are_renewed_only_if_nothing_els
     assert found["two"] == [6 * mib, 12 * mib]
     assert found["three"][:2] == found["two"]
     assert found["three"][2] > 18 * mib  # there is no third slot: the piece that it gets is larger
+    assert found["pair"] == 10 * mib, "a slot that both share would be missed: the first has a smaller free chunk"
     assert found["emptied"] == [[[], 2 * mib]], "the batch is not on the device while its memory is arranged"
     assert found["as_the_next"]
     assert found["kept"]
@@ -172,16 +150,6 @@ def test_a_step_takes_as_much_each_time_and_what_was_predicted(allocator):
     assert max(found["peaks"]) <= found["budget"]
     assert max(found["peaks"]) - min(found["peaks"]) <= 0.001 * found["predicted"]
     assert max(found["peaks"]) == pytest.approx(found["predicted"], rel=0.01)
-
-
-def test_zeros_that_a_step_is_tried_on_ahead_lie_where_batches_will(allocator):
-    """Where they had lain a hole was left that no plan had foreseen: the first batch took 5 % more than they did."""
-    found = run(AHEAD, ALLOCATORS[allocator])
-    assert found["again"] > 0
-    assert len(found["trials"]) == 2, "on zeros, and on the first batch"
-    highest = max(*found["trials"], *found["later"])
-    assert highest - min(*found["trials"], *found["later"]) <= 0.001 * found["predicted"]
-    assert highest == pytest.approx(found["predicted"], rel=0.01)
 
 
 def test_small_tensors_have_slots_of_their_sizes_the_smallest_first():
