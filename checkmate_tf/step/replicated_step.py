@@ -79,6 +79,12 @@ class ReplicatedStep(TriedStep):
     def _fed(self, data: Any) -> list[tf.Tensor]:
         return self._of_replica(data, 0)
 
+    def _copied(self, data: Any) -> Any:
+        def copied(leaf: Any) -> Any:
+            return leaf and type(leaf)([tf.raw_ops.DeepCopy(x=value) for value in leaf.values])
+
+        return tf.nest.map_structure(copied, data)
+
     def _of_replica(self, data: Any, number: int) -> list[tf.Tensor]:
         return [leaf.values[number] for leaf in tf.nest.flatten(data) if leaf is not None]
 

@@ -286,12 +286,21 @@ class TriedStep:
         return self._everything.peak_bytes if peak is None else peak
 
     def _tried(self, candidate: EvaluatedPlan, data: Any) -> int | None:
-        """Builds a plan's program and runs it, which changes nothing; what it may take, None where memory ran out."""
+        """Builds a plan's program and runs it, which changes nothing; what it may take, None where memory ran out.
+
+        Where a pipeline may draw a batch while the program runs, it runs on a copy of this one, too: the two take as
+        much as they will then, and the copy lies elsewhere.
+        """
         self._take(candidate)
         with self._phase("compile"):
             peak = self._measured(self._program, data)
+            beside = self._measured(self._program, self._copied(data)) if peak and self.drawn_bytes else 0
         self._trial_peaks.append(peak)
-        return None if peak is None else peak + self.drawn_bytes
+        return None if peak is None or beside is None else max(peak + self.drawn_bytes, beside)
+
+    def _copied(self, data: Any) -> Any:
+        """A batch like another one, in other places."""
+        raise NotImplementedError
 
     def _measured(self, program: Callable[[Any], Any], data: Any) -> int | None:
         """The peak of a program, all that it writes put back; None where memory ran out.

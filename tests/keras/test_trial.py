@@ -198,7 +198,7 @@ def test_a_step_that_takes_too_much_in_its_trial_is_planned_again_before_it_trai
     budget_bytes = checkmate_tf.report(other).predicted_peak_bytes + (1 << 20)  # no less, until more is measured
     checkmate_tf.compile(model, budget_bytes, **options)
     planned_training(model).plan((tf.constant(x), tf.constant(y)))
-    seen = too_much(monkeypatch, times=1)
+    seen = too_much(monkeypatch, times=1, more_bytes=2 << 20)
     model.train_on_batch(x, y)
     report = checkmate_tf.report(model)
     assert report.trial_peaks_bytes[0] == seen[0] > report.budget_bytes
