@@ -153,6 +153,7 @@ def test_a_model_that_takes_no_open_dimensions_has_a_plan_for_each_shape(options
     assert any("takes no open dimensions" in note for note in checkmate_tf.report(planned).notes)
 
 
+@pytest.mark.slow
 def test_what_is_behind_a_loop_over_an_open_length_is_planned_for_each_shape(options):
     """With an open number of turns, what a loop makes has no known size, nor has anything behind it."""
 
@@ -188,6 +189,7 @@ def test_a_batch_of_a_known_size_is_neither_traced_nor_searched_for(options, mon
     assert any((values_of(variable) != one).any() for variable, one in zip(state(model), before, strict=True))
 
 
+@pytest.mark.slow
 def test_lengths_that_rise_are_planned_for_ahead_and_the_report_says_for_which(options):
     model = checkmate_tf.compile(built(text_model), "1GiB", **options)
     for batch in texts(range(8, 80, 4)):
@@ -227,6 +229,7 @@ def test_where_the_largest_batch_is_described_all_plans_are_made_at_once(options
     assert rows[-1].predicted_peak_bytes <= budget < rows[-1].plain_peak_bytes
 
 
+@pytest.mark.slow
 def test_each_size_is_looked_at_as_memory_stands_when_it_first_comes(options, monkeypatch):
     """The plan for the largest batch was made first; those made after it moved what it had been verified with."""
     model = checkmate_tf.compile(built(text_model), 0.7, input_spec=described(), **options)
