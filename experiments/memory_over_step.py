@@ -100,7 +100,7 @@ def tightest(profiled, batch, budgets_bytes: list[int]):
         profiled.settings = dataclasses.replace(profiled.settings, budget=budget_bytes)
         try:
             step = PlannedStep.of(profiled)
-            step.try_out(batch)
+            step.try_out([batch])
             return step
         except (InfeasibleBudget, NoScheduleFound) as error:
             print(error, flush=True)
