@@ -52,7 +52,6 @@ class ReservedSlots:
         self._parts = self._separate
         if uncounted > UNIT_BYTES:  # blocks are dear
             self._parts = self._affordable(_slots_of(large) * batches, most_between)
-        self._first_bytes = large[0] if large else 0
         blocks_bytes = UNIT_BYTES * (len(small) + 1)
         self._small = list(small) if uncounted <= UNIT_BYTES and blocks_bytes <= most_bytes else []
         self.nbytes = self._between(self._parts) + (blocks_bytes if self._small else 0)
@@ -84,7 +83,8 @@ class ReservedSlots:
 
     def _is_missed(self) -> bool:
         """Whether a batch's first tensor would be given a free chunk smaller than the slot that tensors share."""
-        first, slot = places([self._first_bytes, self._parts[-1]], self._device)
+        (_, first_bytes, *_), (_, slot_bytes, *_) = self._separate, self._parts
+        first, slot = places([first_bytes, slot_bytes], self._device)
         return first != slot
 
     def take_for_small(self) -> None:

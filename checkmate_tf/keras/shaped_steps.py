@@ -154,10 +154,13 @@ class ShapedSteps:
         def batches(step: AnyStep) -> int:
             return sum(count for key, count in self._runs.items() if self.of.get(key) is step)
 
+        def is_part(key: Hashable) -> bool:
+            """Whether it is of a part of a batch, which may follow the plan of the whole one."""
+            return any(batch.is_part_of(self._specs[key], self._specs[other]) for other in steps)
+
         families = [family for family in self._families.values() if family is not None]
-        specs = [self._specs[key] for key in steps]  # a part of a batch may follow the plan of the whole one
-        wholes = [s for key, s in steps.items() if not any(batch.is_part_of(self._specs[key], spec) for spec in specs)]
-        largest = max(wholes, key=lambda step: step.candidate.peak_bytes)
+        by_peak = sorted(steps, key=lambda key: steps[key].candidate.peak_bytes, reverse=True)
+        largest = steps[next(key for key in by_peak if not is_part(key))]
         report = dataclasses.replace(largest.report(), sizes=[row for one in families for row in one.rows(batches)])
         of_others = [note for step in steps.values() if step is not largest for note in step.notes]
         more = dict.fromkeys([*of_others, *(note for one in families for note in one.notes), *notes])

@@ -215,7 +215,7 @@ class PlannedTraining:
                 held.append(replicas.specified(input_spec, self._model.distribute_strategy))
             else:
                 held.append(batch.zeros_of(input_spec))
-            held.append(self._without_absent(held.pop()))
+            held[0] = self._without_absent(held[0])
             return use(held)
         except Exception as error:
             held.clear()

@@ -196,7 +196,7 @@ class PlannedStep:
         self._take_lease(batch, can_renew)
         if not self._lasting:
             self._tried(batch, can_renew=can_renew, counts=False)
-        self._trusted_at = None  # the first batch will lie elsewhere, and may hold what zeros do not
+        self._trusted_at = None  # the first batch may hold what zeros do not
 
     def measured_bytes(self, data: Any) -> int | None:
         """The highest peak of a trial on a batch, which changes nothing; None where it cannot be tried, or has no room.
