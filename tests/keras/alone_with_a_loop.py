@@ -31,4 +31,4 @@ def test_lstm_loop(train_alike):
         )
         return compiled(model)
 
-    train_alike(build, lambda model: fit(model, x, y), budget=0.95, recomputes=False)
+    train_alike(build, lambda model: fit(model, x, y), part=0.95, recomputes=False)

@@ -17,6 +17,7 @@ from tight import train_tightly
 import checkmate_tf
 
 TOLERANCE = 1e-9
+CPU = "CPU:0"
 _ALONE = "CHECKMATE_TF_TEST_ALONE"
 
 
@@ -44,15 +45,20 @@ def options(tmp_path_factory):
 def train_alike(options):
     """Trains two equal models, one of them planned, and compares all that training changes."""
 
-    def run(build, train, *, budget=0.7, tolerance=TOLERANCE, recomputes=True):
-        """Returns the plain model and the planned one."""
+    def run(build, train, *, part=0.7, tolerance=TOLERANCE, recomputes=True):
+        """Returns the plain model and the planned one, whose steps have a part of what plain ones took for a while."""
 
         def seeded():
             keras.utils.set_random_seed(7)
             return build()
 
+        before = held()["current"]
+        tf.config.experimental.reset_memory_stats(CPU)
         plain = seeded()
         plain_logs = train(plain)
+        after = held()
+        model_bytes, step_bytes = after["current"] - before, after["peak"] - after["current"]
+        budget = after["current"] + model_bytes + round(part * step_bytes)
         planned, planned_logs = train_tightly(seeded, train, budget, **options)
         assert_same_logs(plain_logs, planned_logs, tolerance)
         assert_same_state(plain, planned, tolerance)
@@ -69,6 +75,11 @@ def slow_but(quick: Sequence, cases: Iterable) -> list:
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
+def held() -> dict[str, int]:
+    """Bytes on the device: "current", and "peak"."""
+    return tf.config.experimental.get_memory_info(CPU)
+
+
 def part_of_step(step: Callable, batch, part: float) -> int:
     """A budget in bytes: what earlier tests have left in use, and a part of what a step takes beyond that.
 
@@ -78,9 +89,9 @@ def part_of_step(step: Callable, batch, part: float) -> int:
         part: Of what it takes.
     """
     step(*batch)  # makes what it has throughout
-    tf.config.experimental.reset_memory_stats("CPU:0")
+    tf.config.experimental.reset_memory_stats(CPU)
     step(*batch)
-    memory = tf.config.experimental.get_memory_info("CPU:0")
+    memory = held()
     return memory["current"] + round(part * (memory["peak"] - memory["current"]))
 
 

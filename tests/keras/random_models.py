@@ -36,6 +36,7 @@ COMMON_REFINEMENTS = ("none", "none", "none", "global_clipnorm", "clipnorm", "ac
 FORMS = ("train_on_batch", "arrays", "dataset", "named", "generator")
 COMMON_FORMS = ("train_on_batch", "train_on_batch", "train_on_batch", "generator", "arrays", "dataset")
 PLAIN_HAS_TRAINED = "plain Keras has trained\n"  # what a worker says before anything is planned
+MOST_PLAIN_S = 180.0  # until then: a detector in float16 takes 360 s on some CPUs, a tenth of what its check runs
 HOLD_ALL = ("arrays", "dataset", "named")  # forms whose pipeline holds the data of all steps
 MOST_SINGLE_ROWS = 1024  # that a dataset puts together: in the step's memory, each of their tensors takes 256 bytes
 FRACTIONS = (0.1, 0.05, 0.15, 0.0, 0.2, 0.3, 0.5, 0.8)  # mostly tight: with more, few models recompute anything

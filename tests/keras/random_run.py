@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import hypothesis
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
-from random_models import LAYERS, PEOPLE_TRAIN, PLAIN_HAS_TRAINED, recipes
+from random_models import LAYERS, MOST_PLAIN_S, PEOPLE_TRAIN, PLAIN_HAS_TRAINED, recipes
 
 from checkmate_tf import _cpu_memory
 from checkmate_tf._files import write_atomically
@@ -98,10 +98,9 @@ def checked(recipe: dict, cache_dir: str) -> dict:
         return {"outcome": "timeout", "why": f"more than {TIMEOUT_S} s"}
     if worker.returncode:
         if PLAIN_HAS_TRAINED not in worker.stdout:
-            return {
-                "outcome": "invalid",
-                "why": f"TensorFlow ends the process in plain Keras: exit {worker.returncode}",
-            }
+            is_slow = "Timeout (" in worker.stderr  # as `faulthandler` says it
+            why = f"takes more than {MOST_PLAIN_S:.0f} s" if is_slow else f"ends the process, exit {worker.returncode}"
+            return {"outcome": "invalid", "why": f"plain Keras {why}"}
         return {"outcome": "crash", "why": f"exit {worker.returncode}: {worker.stderr[-2000:]}"}
     return json.loads(worker.stdout.splitlines()[-1])
 

@@ -7,6 +7,7 @@ and from the same start with the planned engine recomputing nothing. Prints what
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import json
@@ -68,7 +69,9 @@ def checked(recipe: dict, cache_dir: str) -> dict:
         case = random_models.build(recipe)
         case.model.optimizer.build(case.model.trainable_variables)
         start = state(case.model)
+        faulthandler.dump_traceback_later(random_models.MOST_PLAIN_S, exit=True)
         plain_bytes = peak_of(lambda: random_models.train(case, recipe))
+        faulthandler.cancel_dump_traceback_later()
         sys.stdout.write(random_models.PLAIN_HAS_TRAINED)
         sys.stdout.flush()
     except (ValueError, TypeError, tf.errors.OpError, NotImplementedError) as error:

@@ -117,7 +117,14 @@ def test_dataset_with_training_resumed(alike):
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize(("steps", "ends"), [(2, [1, 3, 5]), (3, [2, 5]), (7, [6])])
+@pytest.mark.parametrize(
+    ("steps", "ends"),
+    [
+        pytest.param(2, [1, 3, 5], marks=pytest.mark.slow),
+        (3, [2, 5]),
+        pytest.param(7, [6], marks=pytest.mark.slow),
+    ],
+)
 def test_steps_per_execution(alike, steps, ends):
     seen = []
 

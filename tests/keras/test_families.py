@@ -109,6 +109,7 @@ def test_a_few_plans_train_batches_of_all_sizes_as_plain_keras_does(case, option
     assert case == "height and width" or any(step.report().recomputed for step in steps_of(planned))
 
 
+@pytest.mark.slow
 def test_fit_on_texts_in_buckets_of_their_lengths(options):
     """As `fit` takes them: padded to the longest of a batch, fewer rows where they are long, a smaller last batch."""
     random = np.random.default_rng(0)
@@ -207,6 +208,7 @@ def described(length=64):
     return checkmate_tf.largest(tf.TensorSpec((ROWS, None), tf.int32), length), tf.TensorSpec((ROWS, 4), tf.float64)
 
 
+@pytest.mark.slow
 def test_where_the_largest_batch_is_described_all_plans_are_made_at_once(options, monkeypatch):
     plain, planned = built(text_model), built(text_model)
     batches = [*texts([40, 64, 24, 33, 8, 60]), *texts([50], rows=5)]
@@ -254,7 +256,8 @@ def test_a_batch_beyond_the_described_range_is_planned_for_and_the_report_says_s
         assert ("another plan was made" in notes) == is_said
 
 
-@pytest.mark.parametrize("is_described", slow_but([True], [True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("is_described", [True, False])
 def test_a_loop_of_ones_own_trains_batches_of_all_sizes_by_a_few_plans(is_described, options):
     batches = [*texts([64, 40, 24, 52, 64]), *texts([50], rows=5)]
     plain, planned = built(text_model), built(text_model)

@@ -213,7 +213,7 @@ def test_conditional(train_alike):
             )
         )
 
-    train_alike(build, lambda model: fit(model, *images()), budget=0.9, recomputes=False)
+    train_alike(build, lambda model: fit(model, *images()), part=0.9, recomputes=False)
 
 
 def test_mixed_precision_with_loss_scaling(train_alike):
@@ -227,7 +227,7 @@ def test_mixed_precision_with_loss_scaling(train_alike):
         return compiled(keras.Sequential([keras.Input((256, 8)), *stack, *pool]), keras.optimizers.SGD(0.01))
 
     # Sums of 16 bits: rounding differs with the order in which ops are fused.
-    models = train_alike(build, lambda model: fit(model, x, y), tolerance=2e-3, budget=1 << 30, recomputes=False)
+    models = train_alike(build, lambda model: fit(model, x, y), tolerance=2e-3, part=9.0, recomputes=False)
     assert isinstance(models[1].optimizer, keras.optimizers.LossScaleOptimizer)
     assert models[1].layers[0].compute_dtype == "float16"
 

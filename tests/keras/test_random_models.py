@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import random_models
+import random_run
 import random_watch
 import tensorflow as tf
 from conftest import set_precision
@@ -119,6 +120,23 @@ def test_a_state_is_put_back_to_the_bit():
     assert len(different(start, state(model))) > len(model.weights)
     assign(model, start)
     assert different(start, state(model)) == []
+
+
+@pytest.mark.parametrize(
+    ("says", "does", "outcome", "why"),
+    [
+        ("", "faulthandler.dump_traceback_later(0.1, exit=True); time.sleep(60)", "invalid", "takes more than 180 s"),
+        ("", "sys.exit(3)", "invalid", "ends the process, exit 3"),
+        (random_models.PLAIN_HAS_TRAINED, "sys.exit(3)", "crash", "exit 3"),
+    ],
+)
+def test_what_plain_keras_cannot_do_is_no_failure(says, does, outcome, why, tmp_path, monkeypatch):
+    worker = f"import faulthandler, sys, time\nsys.stdout.write({says!r})\nsys.stdout.flush()\n{does}\n"
+    (tmp_path / "random_worker.py").write_text(worker)
+    monkeypatch.setattr(random_run, "HERE", tmp_path)
+    result = checked({"onednn": True}, str(tmp_path))
+    assert result["outcome"] == outcome
+    assert why in result["why"]
 
 
 def row(*outcomes: str, recipe=None) -> dict:
