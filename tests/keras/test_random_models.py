@@ -125,7 +125,7 @@ def test_a_state_is_put_back_to_the_bit():
 @pytest.mark.parametrize(
     ("says", "does", "outcome", "why"),
     [
-        ("", "faulthandler.dump_traceback_later(0.1, exit=True); time.sleep(60)", "invalid", "takes more than 180 s"),
+        ("", "faulthandler.dump_traceback_later(0.1, exit=True); time.sleep(60)", "invalid", "takes more than 90 s"),
         ("", "sys.exit(3)", "invalid", "ends the process, exit 3"),
         (random_models.PLAIN_HAS_TRAINED, "sys.exit(3)", "crash", "exit 3"),
     ],
