@@ -15,6 +15,7 @@ import tensorflow as tf
 from tight import train_tightly
 
 import checkmate_tf
+from checkmate_tf.device_memory import device as devices
 
 TOLERANCE = 1e-9
 CPU = "CPU:0"
@@ -52,13 +53,13 @@ def train_alike(options):
             keras.utils.set_random_seed(7)
             return build()
 
-        before = held()["current"]
-        tf.config.experimental.reset_memory_stats(CPU)
+        before_bytes = devices.in_use_bytes(CPU)
+        devices.reset_peak(CPU)
         plain = seeded()
         plain_logs = train(plain)
-        after = held()
-        model_bytes, step_bytes = after["current"] - before, after["peak"] - after["current"]
-        budget = after["current"] + model_bytes + round(part * step_bytes)
+        held_bytes = devices.in_use_bytes(CPU)
+        step_bytes = devices.peak_bytes(CPU) - held_bytes
+        budget = held_bytes + (held_bytes - before_bytes) + round(part * step_bytes)  # there are two models then
         planned, planned_logs = train_tightly(seeded, train, budget, **options)
         assert_same_logs(plain_logs, planned_logs, tolerance)
         assert_same_state(plain, planned, tolerance)
@@ -75,11 +76,6 @@ def slow_but(quick: Sequence, cases: Iterable) -> list:
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
-def held() -> dict[str, int]:
-    """Bytes on the device: "current", and "peak"."""
-    return tf.config.experimental.get_memory_info(CPU)
-
-
 def part_of_step(step: Callable, batch, part: float) -> int:
     """A budget in bytes: what earlier tests have left in use, and a part of what a step takes beyond that.
 
@@ -89,10 +85,10 @@ def part_of_step(step: Callable, batch, part: float) -> int:
         part: Of what it takes.
     """
     step(*batch)  # makes what it has throughout
-    tf.config.experimental.reset_memory_stats(CPU)
+    devices.reset_peak(CPU)
     step(*batch)
-    memory = held()
-    return memory["current"] + round(part * (memory["peak"] - memory["current"]))
+    held_bytes = devices.in_use_bytes(CPU)
+    return held_bytes + round(part * (devices.peak_bytes(CPU) - held_bytes))
 
 
 def assert_same_logs(plain, planned, tolerance=TOLERANCE):

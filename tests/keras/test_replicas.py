@@ -1,5 +1,6 @@
 """Models that MirroredStrategy trains on several devices."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -7,6 +8,8 @@ import subprocess
 import sys
 
 import pytest
+
+from checkmate_tf.step.tried_step import TriedStep
 
 HERE = pathlib.Path(__file__).parent
 REPLICAS = 2
@@ -72,3 +75,34 @@ def test_what_is_not_planned_for_several_replicas_is_refused_and_does_not_hang()
     assert "MirroredStrategy" in said["strategy"]
     assert all("are not alike" in said.pop(what) for what in ("own number", "own branch"))
     assert all(text.startswith("ModelError") for text in said.values())
+
+
+class Drawn(TriedStep):
+    """A step beside which a pipeline may draw a batch, with peaks that are given."""
+
+    drawn_bytes = 10
+
+    def __init__(self, peaks):
+        self._trial_peaks = []
+        self._peaks_of = peaks
+
+    def _phase(self, name):
+        return contextlib.nullcontext(name)
+
+    def _take(self, candidate):
+        self._program = candidate
+
+    def _copied(self, data):
+        return f"{data} and a copy"
+
+    def _measured(self, program, data):
+        return self._peaks_of[program, data]
+
+
+@pytest.mark.parametrize(
+    ("alone", "beside", "expected"), [(100, 105, 110), (100, 130, 130), (100, None, None), (None, 130, None)]
+)
+def test_a_step_needs_what_it_takes_beside_a_batch_that_is_drawn(alone, beside, expected):
+    step = Drawn({("a plan", "a batch"): alone, ("a plan", "a batch and a copy"): beside})
+    assert step._tried("a plan", "a batch") == expected
+    assert step._trial_peaks == [alone], "the report shows the step by itself"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 
 import keras
@@ -25,7 +24,6 @@ from checkmate_tf.step.placed_plan import PlacedPlan
 from checkmate_tf.step.planned_step import PlannedStep
 from checkmate_tf.step.step_memory import StepMemory
 from checkmate_tf.step.trial import Outcome
-from checkmate_tf.step.tried_step import TriedStep
 
 
 def built(**options):
@@ -351,37 +349,6 @@ def test_running_out_of_memory_in_a_trial_is_a_peak_that_is_too_high(options, mo
     assert calls[-1] <= calls[0]
     plain.train_on_batch(x, y)
     assert_same_state(plain, model)
-
-
-class Drawn(TriedStep):
-    """A step beside which a pipeline may draw a batch, with peaks that are given."""
-
-    drawn_bytes = 10
-
-    def __init__(self, peaks):
-        self._trial_peaks = []
-        self._peaks_of = peaks
-
-    def _phase(self, name):
-        return contextlib.nullcontext(name)
-
-    def _take(self, candidate):
-        self._program = candidate
-
-    def _copied(self, data):
-        return f"{data} and a copy"
-
-    def _measured(self, program, data):
-        return self._peaks_of[program, data]
-
-
-@pytest.mark.parametrize(
-    ("alone", "beside", "expected"), [(100, 105, 110), (100, 130, 130), (100, None, None), (None, 130, None)]
-)
-def test_a_step_needs_what_it_takes_beside_a_batch_that_is_drawn(alone, beside, expected):
-    step = Drawn({("a plan", "a batch"): alone, ("a plan", "a batch and a copy"): beside})
-    assert step._tried("a plan", "a batch") == expected
-    assert step._trial_peaks == [alone], "the report shows the step by itself"
 
 
 def test_an_error_in_a_trial_leaves_no_trace(options, monkeypatch):
