@@ -3,15 +3,11 @@
 Each mode needs an allocator of its own, so the checks run in subprocesses; what they find is compared here.
 """
 
-import json
 import os
-import pathlib
-import subprocess
-import sys
 
+import processes
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
 ONEDNN = {"TF_ENABLE_ONEDNN_OPTS": "1"}
 PLAIN_BFC = {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPU_BFC_MEM_LIMIT_IN_MB": "900"}
 NO_STATISTICS = {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPU_ALLOCATOR_USE_BFC": "0"}
@@ -153,13 +149,7 @@ except CheckmateError as error:
 
 def run(script, environment):
     """Runs a script in a fresh process and returns what it reported."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("TF_CPU", "TF_ENABLE", "TF_MKL"))}
-    clean |= {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", **environment}
-    command = [sys.executable, "-c", PRELUDE + script]
-    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT "))
+    return processes.reported(PRELUDE + script, environment)
 
 
 @pytest.mark.parametrize(("environment", "uncounted"), [(ONEDNN, 256 << 10), (PLAIN_BFC, 0)], ids=["onednn", "bfc"])

@@ -3,19 +3,14 @@
 Each allocator needs a process of its own; what those find is compared here.
 """
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
 from types import SimpleNamespace
 
+import processes
 import pytest
 
 from checkmate_tf.device_memory.reserved_slots import _slots_of
 from checkmate_tf.step.step_memory import _small_slots
 
-ROOT = pathlib.Path(__file__).parents[2]
 ALLOCATORS = {
     "oneDNN": {"TF_ENABLE_ONEDNN_OPTS": "1"},
     "BFC": {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPU_ALLOCATOR_USE_BFC": "1"},
@@ -124,7 +119,7 @@ def allocator(request):
 
 
 def test_batches_get_no_more_than_their_size_and_are_renewed_only_if_nothing_else_holds_them(allocator):
-    found = run(SLOTS, ALLOCATORS[allocator])
+    found = processes.reported(SLOTS, ALLOCATORS[allocator])
     mib = 1 << 20
     nbytes, for_batches, for_scalars = found[str(8 * mib)]
     in_any_case = for_batches if allocator == "BFC" else 0  # oneDNN counts blocks that would take more than a batch may
@@ -144,7 +139,7 @@ def test_batches_get_no_more_than_their_size_and_are_renewed_only_if_nothing_els
 
 
 def test_a_step_takes_as_much_each_time_and_what_was_predicted(allocator):
-    found = run(STEPS, ALLOCATORS[allocator])
+    found = processes.reported(STEPS, ALLOCATORS[allocator])
     assert found["notes"] == []
     assert found["again"] > 0
     assert max(found["peaks"]) <= found["budget"]
@@ -157,18 +152,6 @@ def test_small_tensors_have_slots_of_their_sizes_the_smallest_first():
     slots = [256] * (3 + 5) + [512] * 2 + [1024] * 10
     assert _small_slots(plain, 3, 1 << 20) == slots
     assert _small_slots(plain, 3, sum(slots) - 1) == slots[:-1], "no more than so much in all"
-
-
-def run(body: str, settings: dict[str, str]) -> dict:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("TF_")}
-    environment |= {**settings, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        [sys.executable, "-c", body], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return json.loads(
-        next(line for line in ran.stdout.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT ")
-    )
 
 
 def test_tensors_that_fill_a_slot_one_after_the_other_share_it():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import keras
 import numpy as np
+import processes
 import pytest
 import tensorflow as tf
 from tight import train_tightly
@@ -129,16 +129,8 @@ def pytest_pyfunc_call(pyfuncitem):
     mark = pyfuncitem.get_closest_marker("alone")
     if mark is None or _ALONE in os.environ:
         return None
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", pyfuncitem.nodeid]
-    path = os.pathsep.join(filter(None, sys.path))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    ran = subprocess.run(
-        command,
-        cwd=pyfuncitem.config.rootpath,
-        env={**environment, "PYTHONPATH": path, _ALONE: "1", **mark.kwargs},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    arguments = ["-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), _ALONE: "1", **mark.kwargs}
+    ran = processes.run(arguments, environment, limit_s=600)
     assert ran.returncode == 0, ran.stdout[-4000:]
     return True
