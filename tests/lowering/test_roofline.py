@@ -64,4 +64,4 @@ def test_rates_are_a_machine_s():
         kinds = ("product", "convolution", "depthwise")
         measured.append([speed.bytes_per_s, *(speed.flops_per_s(kind, tf.float32) for kind in kinds)])
     assert np.all(np.isfinite(measured))
-    assert np.max(measured, axis=0).min() > 1e8
+    assert np.max(measured, axis=0).min() > 1e7  # XLA's depthwise convolution reaches 1e8 on 2 busy cores
