@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import assert_same_logs, assert_same_state, part_of_step, slow_but, state, values_of
+from conftest import assert_same_logs, assert_same_state, part_of_step, state, values_of
 from hypothesis import given
 from hypothesis import strategies as st
 from keras import layers
@@ -87,7 +87,8 @@ def steps_of(model):
     return list({id(step): step for step in planned_training(model).steps.values()}.values())
 
 
-@pytest.mark.parametrize("case", slow_but(["masked text"], CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_a_few_plans_train_batches_of_all_sizes_as_plain_keras_does(case, options):
     model_of, batches, part = CASES[case]
     plain = built(model_of)

@@ -46,6 +46,7 @@ def test_replicas_follow_one_plan_with_the_same_numbers_within_the_budget(case):
     assert not found["warnings"]
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_is_planned_for_all_replicas():
     found = run("loop")
     assert found["recomputed"] > 0
