@@ -24,6 +24,7 @@ from checkmate_tf.lowering import effects, xla
 from checkmate_tf.lowering.open_trace import OpenTrace
 from checkmate_tf.planning.implementation_selection import NONE
 from checkmate_tf.step.pipeline import ProfiledStep, Settings, sizes_of
+from checkmate_tf.step.plan_step import plan_step
 from checkmate_tf.step.planned_step import PlannedStep
 from checkmate_tf.step.xla_step import XlaStep
 
@@ -160,7 +161,7 @@ class BatchSteps(ShapedSteps):
         profiled = self._profiled(self.step, data, settings)
         is_measured = is_fraction(settings.budget) or settings.microbatches == AUTO
         plain_s = profiled.planner.store_all().time_s if is_measured else None
-        return Whole(profiled.budget_bytes(), plain_s, lambda: PlannedStep.of(profiled))
+        return Whole(profiled.budget_bytes(), plain_s, lambda: plan_step(profiled))
 
     def _cut_no_batch(self) -> None:
         """Forgets the steps for parts, and what gradients are added up in."""

@@ -24,6 +24,7 @@ from checkmate_tf.lowering.open_sizes import grown_together
 from checkmate_tf.lowering.open_trace import OpenTrace
 from checkmate_tf.reports.report import SizeRow
 from checkmate_tf.step.pipeline import ProfiledStep, Settings
+from checkmate_tf.step.plan_step import plan_step
 from checkmate_tf.step.planned_step import PlannedStep
 
 _BEYOND = 1.6  # times the largest size seen: what is planned for where a batch is larger in some dimension
@@ -241,7 +242,7 @@ class Family:
         zeros = [] if is_there else [batch.zeros_of(spec)]  # they count, as such a batch would
         if not is_there and profiled.least_bytes() > profiled.budget_bytes():
             return None
-        found = Member(PlannedStep.of(profiled), batch.shapes_of(spec), self._open, profiled.plain_peak_bytes())
+        found = Member(plan_step(profiled), batch.shapes_of(spec), self._open, profiled.plain_peak_bytes())
         if not is_there:
             found.step.try_out(zeros, can_renew=True)
         return found

@@ -18,6 +18,7 @@ from checkmate_tf.lowering.open_trace import OpenTrace
 from checkmate_tf.planning.implementation_selection import NONE
 from checkmate_tf.reports.report import Report
 from checkmate_tf.step.pipeline import ProfiledStep, Settings
+from checkmate_tf.step.plan_step import plan_part, plan_step
 from checkmate_tf.step.planned_step import PlannedStep
 from checkmate_tf.step.replicated_step import ReplicatedStep
 from checkmate_tf.step.xla_step import XlaStep
@@ -230,8 +231,8 @@ class ShapedSteps:
             return part or XlaStep.of(step, data, settings)
         part = None
         if whole is not None:
-            part = PlannedStep.of_part(whole, self._profiled(step, data, settings, whole.candidate.chosen, **more))
-        return part or PlannedStep.of(self._profiled(step, data, settings, **more))
+            part = plan_part(whole, self._profiled(step, data, settings, whole.candidate.chosen, **more))
+        return part or plan_step(self._profiled(step, data, settings, **more))
 
     def _replicated(self, data: Any, one: Any, *more: Any) -> ReplicatedStep:
         """A planned step for all replicas.

@@ -18,7 +18,7 @@ from checkmate_tf.lowering.rebuild import Lean, call_unoptimized
 from checkmate_tf.lowering.trace import TracedStep
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 from checkmate_tf.planning.guard_blocks import STATES
-from checkmate_tf.planning.reuse import follow
+from checkmate_tf.planning.planner import Planner
 from checkmate_tf.planning.small_plans import MINIMUM_MARGIN
 from checkmate_tf.reports import describe
 from checkmate_tf.reports.report import ImplementationRow, Report
@@ -59,11 +59,9 @@ class PlannedStep:
         self._captured = profiled.traced.captured
         self._structure = profiled.traced.interface.structure
         self._lease = lease(profiled.device)
-        self._whole: PlannedStep | None = None  # whose plan and whose place in memory it has
         self._is_ready = False  # slots are there, and the plan was made for memory as it is
         self._trusted_at: int | None = None  # changes of memory
         self._most_bytes = budget_bytes  # that a plan may be predicted to take
-        self._refusal: InfeasibleBudget | NoScheduleFound | None = None  # that stands unless a trial keeps the budget
         self._replans = 0
         self._is_beside_others = True  # should no plan keep the budget, that is why
         self._has_trained = False
@@ -81,78 +79,6 @@ class PlannedStep:
                 f"the step was not tried before training, as what it does cannot be undone ({', '.join(self._lasting)})"
                 ": its first steps may take more than the budget."
             )
-
-    @classmethod
-    def of(cls, profiled: ProfiledStep) -> PlannedStep:
-        """Plans and builds a step within its budget.
-
-        Where no plan is predicted to keep it, but the prediction is an estimate, the trial decides: of the plan with
-        the smallest prediction, and in more runs, as nothing else speaks for it. (The peaks of a `tf.scan` of
-        convolutions differed by 3 of 35 MiB from step to step.)
-
-        Raises:
-            BudgetError, InfeasibleBudget, NoScheduleFound: As the planner says.
-        """
-        settings, budget_bytes = profiled.settings, profiled.budget_bytes()
-        limit_s = settings.time_limit_s
-        if profiled.in_training:
-            profiled.stay_within(budget_bytes)
-        with profiled.phase("solve"):
-            implementation_planner = profiled.implementation_planner()
-            try:
-                candidate = implementation_planner.plan(
-                    budget_bytes,
-                    time_limit_s=limit_s,
-                    on_progress=lambda seconds, *_: settings.progress("solve", min(1.0, seconds / limit_s)),
-                )
-            except (InfeasibleBudget, NoScheduleFound) as refusal:
-                return cls._refused(profiled, budget_bytes, implementation_planner.smallest_seen(), refusal)
-        variant = profiled.variant(candidate.chosen)
-        profiled.release_graphs()
-        return cls(variant, budget_bytes, candidate, variant.build(candidate))
-
-    @classmethod
-    def _refused(
-        cls,
-        profiled: ProfiledStep,
-        budget_bytes: int,
-        smallest: EvaluatedPlan | None,
-        refusal: InfeasibleBudget | NoScheduleFound,
-    ) -> PlannedStep:
-        """A step with the plan that needs least, whose trial decides whether a refusal stands.
-
-        Raises:
-            InfeasibleBudget, NoScheduleFound: The refusal, where a trial cannot be, or cannot tell otherwise.
-        """
-        if smallest is None:
-            raise refusal
-        variant = profiled.variant(smallest.chosen)
-        if not variant.profile.is_estimated or budget_bytes <= variant.memory.base_bytes:
-            raise refusal
-        step = cls(variant, budget_bytes, smallest, variant.build(smallest))
-        if step._lasting:
-            raise refusal
-        step._refusal, step._most_bytes = refusal.with_traceback(None), smallest.peak_bytes  # which holds the batch
-        return step
-
-    @classmethod
-    def of_part(cls, whole: PlannedStep, step: ProfiledStep) -> PlannedStep | None:
-        """A step for a part of another one's batch, which follows that one's plan: nothing is measured or searched.
-
-        Args:
-            whole: The planned step.
-            step: The step for the part, with the alternatives that the plan takes.
-
-        Returns:
-            The step; None where the two have other ops.
-        """
-        candidate = follow(whole.candidate, step.op_graph)
-        if candidate is None:
-            return None
-        step.release_graphs()
-        part = cls(step, step.budget_bytes(), candidate, step.build(candidate))
-        part._whole = whole
-        return part
 
     def __call__(self, data: Any) -> Any:
         """Runs the step on one batch of the planned signature; returns what the unmodified step returns."""
@@ -172,11 +98,11 @@ class PlannedStep:
             NoScheduleFound: No plan was found that keeps the budget when it runs. Nothing has changed.
         """
         self._take_lease(batch, can_renew)
-        if self._has_trained and self._whole is None and self._is_disturbed():
+        if self._has_trained and self._is_disturbed():
             self._take_lease(batch, can_renew)
         if self._trusted_at == self._lease.changes:
             return self._run(batch.pop())
-        if not self._lasting:
+        if self.can_be_tried:
             return self._tried(batch, can_renew=can_renew)
         with effects.undone_if_it_fails(self._profiled.traced):
             results = self._run(batch.pop())
@@ -194,7 +120,7 @@ class PlannedStep:
             NoScheduleFound: No plan was found that keeps the budget when it runs.
         """
         self._take_lease(batch, can_renew)
-        if not self._lasting:
+        if self.can_be_tried:
             self._tried(batch, can_renew=can_renew, counts=False)
         self._trusted_at = None  # the first batch may hold what zeros do not
 
@@ -204,7 +130,7 @@ class PlannedStep:
         The trial ends with the first run that takes more than the budget. Where predictions are estimates, it is the
         highest of some trials, and as much more as these differ: the turns of a loop run in no fixed order.
         """
-        if self._lasting:
+        if not self.can_be_tried:
             return None
         self._profiled.memory.ready_to_run()
         self._placed.divide()
@@ -247,6 +173,11 @@ class PlannedStep:
         return peak_bytes is not None and peak_bytes <= self.budget_bytes
 
     @property
+    def can_be_tried(self) -> bool:
+        """Whether all that it does can be undone."""
+        return not self._lasting
+
+    @property
     def traced(self) -> TracedStep:
         """The unmodified step."""
         return self._profiled.traced
@@ -266,9 +197,6 @@ class PlannedStep:
         Raises:
             NoScheduleFound: There is no plan for the first run, known or found in time.
         """
-        if self._whole is not None:
-            self._whole._take_lease([], can_renew=False)
-            return
         if self._has_trained:  # memory is divided, and planned for, within the budget then
             self._profiled.stay_within(self.budget_bytes)
         if not self._lease.is_held_by(self):
@@ -282,7 +210,7 @@ class PlannedStep:
             self._lease.take(self)  # nobody has it once variables have moved
         if not self._find_plan_for_now():
             if not self._has_trained:
-                raise self._refusal or self._profiled.planner.not_found(self.budget_bytes)
+                raise self._no_plan()
             self._go_on_as_it_is()
         self._is_ready = True
 
@@ -331,15 +259,9 @@ class PlannedStep:
             if outcome.is_within:
                 self._trusted_at = self._lease.changes
                 return outcome.last and outcome.last.results
-            if self._whole is not None:  # to plan it would take more than it can take too much
+            if not self._finds_another(outcome):
                 break
-            if self._refusal is not None:  # no plan was found that is predicted to take less
-                break
-            self._tighten(outcome.peak_bytes, self.budget_bytes - self._most_in_trial(outcome.before_bytes))
-            if not self._find_plan_for_now():
-                break
-        has_begun = self._has_trained or (self._whole is not None and self._whole._has_trained)
-        if not has_begun or self._trial_peaks[-1] is None:
+        if not self._training_has_begun or self._trial_peaks[-1] is None:
             raise self._not_kept()
         self._go_on_as_it_is()
         return self._run(batch.pop())
@@ -360,37 +282,59 @@ class PlannedStep:
         self._note(self.warning)
         self._replans = self._MOST_REPLANS
         self._trusted_at = self._lease.changes
-        if self._whole is None:  # memory is no longer divided, as another plan was sought
-            self._placed.divide()
+        self._divide_memory()
+
+    def _divide_memory(self) -> None:
+        """Divides memory for the plan, as before another one was sought."""
+        self._placed.divide()
+
+    def _finds_another(self, outcome: trial.Outcome) -> bool:
+        """Goes on with a plan that takes less than the one that was tried; whether there is one."""
+        self._tighten(outcome.peak_bytes, self.budget_bytes - self._most_in_trial(outcome.before_bytes))
+        return self._find_plan_for_now()
+
+    @property
+    def _training_has_begun(self) -> bool:
+        return self._has_trained
+
+    @property
+    def _planner(self) -> Planner:
+        """What plans are sought with."""
+        return self._profiled.planner
+
+    def _no_plan(self) -> InfeasibleBudget | NoScheduleFound:
+        """The error for a budget that no plan is predicted to keep."""
+        return self._planner.not_found(self.budget_bytes)
 
     def _not_kept(self) -> NoScheduleFound:
         """The error for a budget that no plan kept when it ran."""
-        planner = (self._whole or self)._profiled.planner
+        smallest_bytes = self._smallest_bytes()
         drawn_bytes = self._profiled.memory.drawn_bytes
-        if self._refusal is None:
-            smallest_bytes = planner.not_found(self._most_bytes).best_peak_bytes
-            if smallest_bytes is not None:
-                smallest_bytes += self.budget_bytes - self._most_bytes  # what was not foreseen
-            else:  # none was found in memory as it is now
-                measured = [peak for peak in self._trial_peaks if peak is not None]
-                least_bytes = min(measured, default=0) + drawn_bytes
-                smallest_bytes = round(MINIMUM_MARGIN * least_bytes) or None
-            predicted = ""
-        else:
-            measured_bytes = self._trial_peaks[-1]
-            smallest_bytes = self._most_bytes
-            if measured_bytes is not None:
-                smallest_bytes = round(MINIMUM_MARGIN * (measured_bytes + drawn_bytes))
-            predicted = f" (predicted: {_shown(self.candidate.peak_bytes)})"
         unforeseen_bytes = max(0, (smallest_bytes or 0) - self.candidate.peak_bytes)
-        drawn = f", and {_shown(drawn_bytes)} are kept free for a batch that a pipeline draws" if drawn_bytes else ""
+        drawn = f", and {shown(drawn_bytes)} are kept free for a batch that a pipeline draws" if drawn_bytes else ""
         return NoScheduleFound(
-            f"no plan was found that keeps {_shown(self.budget_bytes)} when it runs: in trials the step took "
-            f"{', '.join(map(_shown, self._trial_peaks))}{predicted}{drawn}. "
-            f"Smallest budget found: {_shown(smallest_bytes)}. "
-            f"{planner.advice_on(self.candidate, unforeseen_bytes)}",
+            f"no plan was found that keeps {shown(self.budget_bytes)} when it runs: in trials the step took "
+            f"{', '.join(map(shown, self._trial_peaks))}{self._beside_trials()}{drawn}. "
+            f"Smallest budget found: {shown(smallest_bytes)}. "
+            f"{self._planner.advice_on(self.candidate, unforeseen_bytes)}",
             best_peak_bytes=smallest_bytes,
         )
+
+    def _smallest_bytes(self) -> int | None:
+        """The smallest budget that is known after trials that took too much, with what was not foreseen."""
+        smallest_bytes = self._planner.not_found(self._most_bytes).best_peak_bytes
+        if smallest_bytes is not None:
+            return smallest_bytes + self.budget_bytes - self._most_bytes
+        measured = [peak for peak in self._trial_peaks if peak is not None]  # none was found in memory as it is now
+        return self._with_margin(min(measured, default=0)) or None
+
+    def _with_margin(self, measured_bytes: int) -> int:
+        """A budget for what was measured, and for a batch that a pipeline draws."""
+        return round(MINIMUM_MARGIN * (measured_bytes + self._profiled.memory.drawn_bytes))
+
+    def _beside_trials(self) -> str:
+        """What is said of the peaks of trials."""
+        return ""
 
     def _trial(self, batch: list[Any], can_renew: bool, counts: bool) -> trial.Outcome:
         """Runs the step some times; see `trial.run`."""
@@ -423,13 +367,11 @@ class PlannedStep:
 
     @property
     def _trial_runs(self) -> int:
-        """How many runs a trial has: more where the plan was refused, or where steps are of two kinds.
+        """How many runs a trial has: more where steps are of two kinds.
 
         A VAE that accumulates gradients took 3.9 % more than its budget in one that did not update, once its batch lay
         elsewhere: there is one of either kind with the batch in either place.
         """
-        if self._refusal is not None:
-            return self._DOUBTFUL_RUNS
         return self._TRIAL_RUNS * (1 + self._may_update_later)
 
     def _draw_anew(self) -> None:
@@ -485,8 +427,6 @@ class PlannedStep:
 
     def _allowed_bytes(self) -> int:
         """That a plan may be predicted to take now."""
-        if self._refusal is not None:  # that is above the budget, and the trial decides
-            return self._most_bytes
         return min(self._most_bytes, self._most_in_trial(devices.in_use_bytes(self._profiled.device)))
 
     def _find_plan_for_now(self) -> bool:
@@ -561,5 +501,6 @@ class PlannedStep:
         )
 
 
-def _shown(nbytes: int | None) -> str:
+def shown(nbytes: int | None) -> str:
+    """A size in words; None is more than there is."""
     return "more than there is" if nbytes is None else f"{format_bytes(nbytes, round_up=True)} ({nbytes:,} bytes)"

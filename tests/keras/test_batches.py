@@ -264,7 +264,7 @@ def test_a_last_batch_of_one_row_follows_the_plan_of_the_whole_one(optimizer, op
     fit(plain, x, y, epochs=1)
     whole, last = planned_training(model).steps.values()
     assert last.candidate.peak_bytes == whole.candidate.peak_bytes
-    assert last._whole is whole
+    assert last.whole is whole
     assert len(watch.peaks_bytes) == 3
     assert not watch.above(whole.budget_bytes + LARGEST_BYTES)
     assert_same_state(plain, model)

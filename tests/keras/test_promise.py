@@ -254,7 +254,7 @@ def test_whole_and_smaller_batches_take_turns_within_the_budget(options, monkeyp
     model, _ = train_tightly(build, train, 0.5, **{**options, "time_limit_s": 10.0})  # other tests run beside it
     whole, part = planned_training(model).steps.values()
     assert len(part._measured.peaks_bytes) == 4, "it was planned again"
-    assert part._whole is whole, "a plan of its own was sought"
+    assert part.whole is whole, "a plan of its own was sought"
     for step in (whole, part):
         assert max(step._measured.peaks_bytes) <= step.budget_bytes
 

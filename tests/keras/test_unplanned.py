@@ -20,10 +20,10 @@ import checkmate_tf
 from checkmate_tf import InfeasibleBudget, ModelError, NoScheduleFound, OptionError, PlanningError
 from checkmate_tf.device_memory.device import in_use_bytes
 from checkmate_tf.errors import CheckmateError
-from checkmate_tf.keras import batch
+from checkmate_tf.keras import batch, families, shaped_steps
 from checkmate_tf.keras.train_step import planned_training
 from checkmate_tf.step.pipeline import ProfiledStep
-from checkmate_tf.step.planned_step import PlannedStep
+from checkmate_tf.step.plan_step import plan_step
 
 # Keras reads variables through numpy.array(variable, copy=...), which TensorFlow does not know yet.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
@@ -292,15 +292,16 @@ def test_several_replicas_have_no_plan_to_show(replicas, options):
 @pytest.fixture
 def refused_below(monkeypatch):
     """Refuses budgets below that of a batch of so many rows."""
-    own, wanted = PlannedStep.of.__func__, {}
+    wanted: dict[str, int] = {}
 
-    def of(cls, profiled):
+    def planned(profiled):
         rows = profiled._spec[0].shape[0]
         if rows > wanted.get("most", rows):
             raise NoScheduleFound(f"no schedule for {rows} rows", 1)
-        return own(cls, profiled)
+        return plan_step(profiled)
 
-    monkeypatch.setattr(PlannedStep, "of", classmethod(of))
+    for module in (families, shaped_steps):
+        monkeypatch.setattr(module, "plan_step", planned)
     return lambda rows: wanted.update(most=rows)
 
 
