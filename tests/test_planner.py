@@ -106,11 +106,20 @@ def test_a_budget_that_only_the_allocator_breaks_is_not_called_proven():
 
 def test_a_plan_for_which_the_device_has_no_place_is_not_called_too_large():
     """A budget above the one that the message named was refused."""
-    plans = planner(lambda _: None)
+    plans = planner(lambda _: None, limit_bytes=30 * MIB)
     budget = plans.tensor_peak(plans.store_all())
     with pytest.raises(NoScheduleFound, match="its allocator finds no place for it") as caught:
         plans.plan(budget, time_limit_s=2)
     assert caught.value.best_peak_bytes <= budget
+    assert "a higher limit of the device's memory (30.00 MiB)" in str(caught.value)
+
+
+@pytest.mark.parametrize(("limit", "says"), [(None, False), (BASE + 65 * MIB, True), (1 << 30, False)])
+def test_a_smallest_budget_above_the_limit_of_the_device_is_said_to_be(limit, says):
+    plans = planner(lambda nbytes: nbytes + 64 * MIB, limit_bytes=limit)
+    with pytest.raises(NoScheduleFound) as caught:
+        plans.plan(BASE + 20 * MIB, time_limit_s=2)
+    assert ("above the limit of the device's memory (68." in str(caught.value)) == says
 
 
 def test_memory_that_runs_out_for_some_plans_does_not_stop_the_search():

@@ -90,7 +90,7 @@ class Planner:
         self._allocator = Waiting(allocator_peak, oversized)
         self._placer = Placer(self._allocator, uncounted_below_bytes)
         self._uncounted_below_bytes = uncounted_below_bytes
-        self._limit_bytes = np.inf if limit_bytes is None else limit_bytes
+        self._limit_bytes = limit_bytes
         self._small = SmallPlans(self, strategy)
         self.unmodified = UnmodifiedStep(op_graph, costs, self._allocator, base_bytes, uncounted_below_bytes)
         self._placements: dict[tuple[Memory, int], Placement] = {}
@@ -415,7 +415,7 @@ class Planner:
             hint = (
                 f"The smallest plan found takes {format_bytes(smallest.peak_bytes, round_up=True)} "
                 f"({smallest.peak_bytes:,} bytes), but in the memory that the device has left, its allocator finds no "
-                "place for it. Try: a smaller batch, or a higher limit of the device's memory."
+                f"place for it. Try: a smaller batch, or a higher limit of the device's memory{self._limited_to()}."
             )
         return NoScheduleFound(f"{said} {hint}", best_peak_bytes=smallest.peak_bytes)
 
@@ -425,10 +425,15 @@ class Planner:
         return self._small.smallest(seen) if seen else None
 
     def _hint(self, smallest: EvaluatedPlan) -> str:
+        is_limited = self._limit_bytes is not None and smallest.peak_bytes > self._limit_bytes
+        beyond = f", which is above the limit of the device's memory{self._limited_to()}" if is_limited else ""
         return (
             f"Smallest budget found: {format_bytes(smallest.peak_bytes, round_up=True)} "
-            f"({smallest.peak_bytes:,} bytes). {self.advice_on(smallest)}"
+            f"({smallest.peak_bytes:,} bytes){beyond}. {self.advice_on(smallest)}"
         )
+
+    def _limited_to(self) -> str:
+        return "" if self._limit_bytes is None else f" ({format_bytes(self._limit_bytes)})"
 
     def advice_on(self, candidate: EvaluatedPlan, unforeseen_bytes: int = 0) -> str:
         """What a plan holds at its peak, and what makes that less.
