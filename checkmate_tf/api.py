@@ -25,8 +25,7 @@ from checkmate_tf.progress import progress
 from checkmate_tf.reports.advice import Advice
 from checkmate_tf.reports.report import Report
 from checkmate_tf.reports.tradeoff import TradeoffCurve
-from checkmate_tf.step.pipeline import ProfiledStep, Settings
-from checkmate_tf.step.planned_step import PlannedStep
+from checkmate_tf.step.pipeline import Settings
 from checkmate_tf.studies.batch_size import MaxBatchSize
 
 
@@ -245,11 +244,13 @@ def minimum_budget(
 ) -> MinimumBudget:
     """Finds the smallest budget that the model can train in. The model is left as it was.
 
-    The plan that needs least is tried on zeros; should it take more than predicted, the budget is what it took.
+    The plan that needs least is tried on zeros; should it take more than predicted, the budget is what it took. Where
+    XLA compiles the step, and among several replicas, it is what it took in any case: no prediction holds there.
 
     Args:
         model: Compiled, with an optimizer.
-        input_spec: (x, y) or (x, y, sample_weight) as (nested) tf.TensorSpec with every dimension.
+        input_spec: (x, y) or (x, y, sample_weight) as (nested) tf.TensorSpec with every dimension; of several replicas,
+            the batch of all.
         implementations: As for `compile`.
         cache_dir: Folder for measured ops and found schedules; by default in the user's cache folder.
         verbose: Whether to show progress; "auto": on a terminal.
@@ -259,14 +260,8 @@ def minimum_budget(
     """
     settings = _settings(1, "auto", 60.0, implementations, cache_dir, verbose)
 
-    def find(profiled: ProfiledStep, data: Any) -> MinimumBudget:
-        least = profiled.minimum_budget()
-        variant = profiled.variant(least.chosen)
-        measured_bytes = PlannedStep(variant, least.peak_bytes, least, variant.build(least)).measured_bytes(data)
-        budget_bytes = max(least.peak_bytes, measured_bytes or 0)
-        return MinimumBudget(budget_bytes, least.bottleneck, least.overhead, profiled.phases_s)
-
-    return train_step.on_batch(model, settings, input_spec, find)
+    least, phases_s = train_step.minimum(model, settings, input_spec)
+    return MinimumBudget(least.peak_bytes, least.bottleneck, least.overhead, phases_s)
 
 
 def tradeoff_curve(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import keras
@@ -22,10 +22,13 @@ from checkmate_tf.keras.microbatches import AUTO, Accumulation, MicrobatchedStep
 from checkmate_tf.keras.shaped_steps import AnyStep, ShapedSteps
 from checkmate_tf.lowering import effects, xla
 from checkmate_tf.lowering.open_trace import OpenTrace
+from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 from checkmate_tf.planning.implementation_selection import NONE
 from checkmate_tf.step.pipeline import ProfiledStep, Settings, sizes_of
-from checkmate_tf.step.plan_step import plan_step
+from checkmate_tf.step.plan_step import plan_step, smallest_plan
 from checkmate_tf.step.planned_step import PlannedStep
+from checkmate_tf.step.replicated_step import ReplicatedStep
+from checkmate_tf.step.tried_step import TriedStep
 from checkmate_tf.step.xla_step import XlaStep
 
 _log = logging.getLogger(__name__)
@@ -95,8 +98,7 @@ class BatchSteps(ShapedSteps):
             raise ModelError("microbatches are not planned for several replicas: leave them at 1.")
         self._prepare(one)
         if self.is_replicated:
-            weights_bytes = sum(devices.variable_bytes(weight.value) for weight in self._model.trainable_variables)
-            return self._replicated(data, one, self._model.distribute_strategy, weights_bytes, replicas.mean)
+            return self._replicated(data, one, *self._of_replicas())
         if self._accumulation is not None:  # the batches before were cut in parts
             return self._in_parts(data, self._settings_for(data), self._part_rows)
         if self._settings.microbatches == 1:
@@ -112,6 +114,30 @@ class BatchSteps(ShapedSteps):
             raise refusal
 
         return self._first_in_parts(data, dataclasses.replace(self._first_whole(data), planned=refused))
+
+    def _of_replicas(self) -> tuple[tf.distribute.Strategy, int, Callable]:
+        """What `ReplicatedStep` takes last."""
+        weights_bytes = sum(devices.variable_bytes(weight.value) for weight in self._model.trainable_variables)
+        return self._model.distribute_strategy, weights_bytes, replicas.mean
+
+    def minimum(self, data) -> tuple[EvaluatedPlan, Mapping[str, float]]:
+        """The plan that needs least for a batch, and the seconds of each phase of planning.
+
+        Raises:
+            BatchError: Such batches are not planned.
+            NoScheduleFound: That plan has no room.
+        """
+        self._prepare(self.of_one(data))
+        if not (self.is_replicated or self.is_for_xla):
+            profiled = self._profiled(self.step, data, self._settings)
+            return smallest_plan(profiled, data), profiled.phases_s
+        step: TriedStep
+        if self.is_replicated:
+            step = ReplicatedStep(self.step, data, self._settings, *self._of_replicas())
+        else:
+            step = XlaStep(self.step, data, self._settings)
+        step.prepare(data)
+        return step.minimum(data), step.phases_s
 
     def _first_in_parts(self, data, whole: Whole) -> AnyStep:
         """A planned step for the first batch, or the first that may have to be cut, in as many parts as was asked for.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 import keras
@@ -23,6 +23,7 @@ from checkmate_tf.keras.unplanned import (
     is_refusal,
     planning_error,
 )
+from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 from checkmate_tf.planning.implementation_selection import NONE
 from checkmate_tf.reports.report import Report
 from checkmate_tf.step.pipeline import ProfiledStep, Settings
@@ -57,38 +58,53 @@ def attach(model: keras.Model, settings: Settings, input_spec=None) -> None:
     training.install()
 
 
+def minimum(model: keras.Model, settings: Settings, input_spec: Any) -> tuple[EvaluatedPlan, Mapping[str, float]]:
+    """The plan of the model's step that needs least, and the seconds of each phase. The model is left as it was.
+
+    Args:
+        model: Compiled.
+        settings: Options.
+        input_spec: The batch.
+
+    Raises:
+        ModelError: The model cannot be planned; the message says what to do.
+        NoScheduleFound: That plan has no room.
+        PlanningError: Planning failed.
+    """
+    training = _plannable(model, settings)
+    return training.on_spec(input_spec, training.minimum)
+
+
 def on_profiled(
     model: keras.Model, settings: Settings, input_spec: Any, use: Callable[[ProfiledStep], Result]
 ) -> Result:
-    """As `on_batch`, for what needs the step only."""
-    return on_batch(model, settings, input_spec, lambda profiled, _: use(profiled))
-
-
-def on_batch(
-    model: keras.Model, settings: Settings, input_spec: Any, use: Callable[[ProfiledStep, Any], Result]
-) -> Result:
-    """Traces and profiles the model's step for a batch, and calls `use` with both. The model is left as it was.
+    """Traces and profiles the model's step for a batch, and calls `use` with it. The model is left as it was.
 
     Args:
         model: Compiled.
         settings: Options.
         input_spec: The batch, which is there while `use` runs.
-        use: Takes a ProfiledStep and a batch of zeros; what it returns is returned.
+        use: What it returns is returned.
 
     Raises:
         ModelError: The model cannot be planned; the message says what to do.
         PlanningError: Tracing or profiling failed.
     """
+    training = _plannable(model, settings)
+    if replicas.is_replicated(model):
+        raise ModelError(
+            "several replicas are planned by checkmate_tf.compile only, and minimum_budget knows them: for all else, "
+            "build the model without a strategy and describe the batch of one replica."
+        )
+    return training.on_spec(input_spec, lambda data: use(training.profiled(data)))
+
+
+def _plannable(model: keras.Model, settings: Settings) -> PlannedTraining:
     training = checked_training(model, settings)
     reason = _why_unplanned(model)
     if reason is not None:
         raise ModelError(reason)
-    if replicas.is_replicated(model):
-        raise ModelError(
-            "several replicas are planned by checkmate_tf.compile only: for all else, build the model without a "
-            "strategy and describe the batch of one replica."
-        )
-    return training.on_spec(input_spec, lambda data: use(training.profiled(data), data))
+    return training
 
 
 def checked_training(model: keras.Model, settings: Settings) -> PlannedTraining:
@@ -233,6 +249,10 @@ class PlannedTraining:
     def plan(self, data) -> None:
         """Plans for the signature of one batch, unless that was done before."""
         self._batches.plan(data)
+
+    def minimum(self, data) -> tuple[EvaluatedPlan, Mapping[str, float]]:
+        """The plan that needs least for a batch, and the seconds of each phase."""
+        return self._batches.minimum(data)
 
     def profiled(self, data, chosen: frozenset[str] | None = NONE) -> ProfiledStep:
         """The traced step for the signature of a batch, with the alternatives that were chosen."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 from checkmate_tf.planning.reuse import follow
@@ -54,6 +57,19 @@ def plan_part(whole: PlannedStep, part: ProfiledStep) -> PartStep | None:
         return None
     part.release_graphs()
     return PartStep(whole, part, candidate, part.build(candidate))
+
+
+def smallest_plan(profiled: ProfiledStep, data: Any) -> EvaluatedPlan:
+    """The plan with the lowest peak that was found; as measured in a trial, where that is more than predicted.
+
+    Args:
+        profiled: The step.
+        data: A batch to try it on. Nothing changes.
+    """
+    least = profiled.minimum_budget()
+    variant = profiled.variant(least.chosen)
+    measured_bytes = PlannedStep(variant, least.peak_bytes, least, variant.build(least)).measured_bytes(data)
+    return dataclasses.replace(least, peak_bytes=max(least.peak_bytes, measured_bytes or 0))
 
 
 def _doubted(

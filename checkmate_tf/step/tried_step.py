@@ -25,6 +25,7 @@ from checkmate_tf.lowering.trace import TracedStep
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan
 from checkmate_tf.planning.planner import Planner
 from checkmate_tf.planning.reuse import follow
+from checkmate_tf.planning.small_plans import MINIMUM_MARGIN
 from checkmate_tf.reports import describe
 from checkmate_tf.reports.report import Report
 from checkmate_tf.step.pipeline import Phase, Settings
@@ -49,6 +50,9 @@ class TriedStep:
         step: Python training step of one argument.
         data: A batch.
         settings: What the user asked for.
+
+    Attributes:
+        phases_s: Name of each phase of planning -> the seconds that it took.
     """
 
     unforeseen = 0.0
@@ -67,7 +71,7 @@ class TriedStep:
 
     def __init__(self, step: Callable[[Any], Any], data: Any, settings: Settings):
         self._settings = settings
-        self._phases_s: dict[str, float] = {}
+        self.phases_s: dict[str, float] = {}
         self._trial_peaks: list[int | None] = []
         self._peaks: list[int] = []
         self._seconds: list[float] = []
@@ -212,7 +216,7 @@ class TriedStep:
             measured_peak_bytes=max(self._peaks, default=None),
             trial_peaks_bytes=self._trial_peaks,
             measured_step_s=statistics.median(seconds) if seconds else None,
-            phases_s=self._phases_s,
+            phases_s=self.phases_s,
             notes=(self.note, *self.notes),
         )
 
@@ -258,6 +262,20 @@ class TriedStep:
             del self._planner
         self._release()
         return self
+
+    def minimum(self, data: Any) -> EvaluatedPlan:
+        """The plan with the smallest tensors that were found; its peak is a budget for which it is found again.
+
+        Raises:
+            NoScheduleFound: Its program has no room. Nothing has changed.
+        """
+        with self._phase("solve"):
+            smallest = self._planner.minimum()
+        self._make_room(smallest.peak_bytes - self._base_bytes + _MORE_ROOM_BYTES)
+        peak_bytes = self._tried(smallest, data)
+        if peak_bytes is None:
+            raise self._not_found(self._planner, 0)
+        return dataclasses.replace(smallest, peak_bytes=round(MINIMUM_MARGIN * peak_bytes))
 
     def _new_planner(self, data: Any) -> Planner:
         with self._phase("profile"):
@@ -372,7 +390,7 @@ class TriedStep:
         return NoScheduleFound(f"{said}{known} {self.hint}", best_peak_bytes=best)
 
     def _phase(self, name: str) -> Phase:
-        return Phase(self._phases_s, name, self._settings)
+        return Phase(self.phases_s, name, self._settings)
 
 
 def _shown(nbytes: int) -> str:

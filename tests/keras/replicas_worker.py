@@ -116,7 +116,7 @@ def refused() -> dict:
             **options,
         ),
     )
-    note("minimum", lambda: checkmate_tf.minimum_budget(model, spec, **options))
+    note("curve", lambda: checkmate_tf.tradeoff_curve(model, spec, **options))
     note(
         "rows",
         lambda: checkmate_tf.compile(
@@ -140,6 +140,29 @@ def refused() -> dict:
         model.compile("sgd", "sparse_categorical_crossentropy")
     note("strategy", lambda: checkmate_tf.compile(model, "1GiB", on_unplanned="raise", **options))
     return said
+
+
+def smallest() -> dict:
+    """What came of training in the smallest budget that is named."""
+    rng = np.random.default_rng(0)
+    rows = REPLICAS * ROWS
+    x, y = rng.standard_normal((rows, SIZE, SIZE, 3)), rng.integers(0, 10, rows)
+    spec = tuple(tf.TensorSpec(part.shape, part.dtype) for part in (x, y))
+    with mirrored().scope():
+        model = transformer()
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    found = checkmate_tf.minimum_budget(model, spec, verbose=False)
+    checkmate_tf.compile(model, found.budget_bytes, input_spec=spec, on_unplanned="raise", verbose=False)
+    for _ in range(3):
+        model.train_on_batch(x, y)
+    report = checkmate_tf.report(model)
+    checkmate_tf.compile(model, 1.0, input_spec=spec, on_unplanned="raise", verbose=False)
+    return {
+        "budget": found.budget_bytes,
+        "plain": checkmate_tf.report(model).budget_bytes,
+        "measured": report.measured_peak_bytes,
+        "overhead": found.predicted_overhead,
+    }
 
 
 def looped() -> dict:
@@ -214,7 +237,7 @@ def main(case: str) -> None:
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * REPLICAS)
     tf.config.experimental.enable_op_determinism()
     keras.config.set_floatx("float64")
-    found = {"refused": refused, "loop": looped}.get(case, lambda: compared(case))()
+    found = {"refused": refused, "loop": looped, "smallest": smallest}.get(case, lambda: compared(case))()
     sys.stdout.write(json.dumps(found) + "\n")
 
 

@@ -59,6 +59,13 @@ def test_a_loop_of_ones_own_is_planned_for_all_replicas():
 
 
 @pytest.mark.slow
+def test_replicas_train_in_the_smallest_budget_that_is_named():
+    found = run("smallest")
+    assert found["measured"] <= found["budget"] < 0.6 * found["plain"]
+    assert found["overhead"] > 1
+
+
+@pytest.mark.slow
 def test_a_batch_that_replicas_share_unevenly_trains_unplanned_and_says_so():
     found = run("dropout")
     assert found["far_from_plain"] < 1e-9
@@ -70,7 +77,7 @@ def test_what_is_not_planned_for_several_replicas_is_refused_and_does_not_hang()
     """A function with collective ops in one chain waited for itself for good."""
     said = run("refused")
     assert "strategy.run" in said["function"]
-    assert "checkmate_tf.compile only" in said["minimum"]
+    assert "checkmate_tf.compile only" in said["curve"]
     assert "got 3 rows" in said["rows"]
     assert "microbatches" in said["microbatches"]
     assert "MirroredStrategy" in said["strategy"]

@@ -152,6 +152,21 @@ def test_the_last_part_of_an_epoch_follows_the_plan():
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["blocks", "dropout", "convolutions"])
+@BARRIERS_STAY
+def test_the_smallest_budget_that_is_named_is_one_that_a_program_keeps(name):
+    checkmate_tf.reserve("1GiB")
+    model, x, y = made(MODELS[name])
+    spec = tf.TensorSpec((ROWS, *x.shape[1:]), x.dtype), tf.TensorSpec((ROWS,), y.dtype)
+    plain = peak_of(lambda: [model.train_on_batch(x[:ROWS], y[:ROWS]) for _ in range(2)])
+    found = checkmate_tf.minimum_budget(model, spec, verbose=False)
+    assert found.budget_bytes < 0.7 * plain
+    checkmate_tf.compile(model, found.budget_bytes, time_limit_s=20, on_unplanned="raise", verbose=False)
+    assert peak_of(lambda: [model.train_on_batch(x[:ROWS], y[:ROWS]) for _ in range(2)]) <= found.budget_bytes
+    assert any("XLA" in note for note in checkmate_tf.report(model).notes)
+
+
 @BARRIERS_STAY
 def test_a_budget_that_no_program_keeps_is_refused_and_nothing_changes():
     checkmate_tf.reserve("1GiB")
