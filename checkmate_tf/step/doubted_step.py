@@ -33,6 +33,10 @@ class DoubtedStep(PlannedStep):
     def _trial_runs(self) -> int:
         return self._DOUBTFUL_RUNS
 
+    @property
+    def _known_bytes(self) -> int:
+        return max(peak for peak in self._trial_peaks if peak is not None)
+
     def _allowed_bytes(self) -> int:
         return self._most_bytes
 

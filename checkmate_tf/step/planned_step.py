@@ -219,10 +219,10 @@ class PlannedStep:
 
         So it is with other arrays for `fit`, or with arrays for validation.
         """
-        in_use_bytes, peak_bytes = devices.in_use_bytes(self._profiled.device), self.candidate.peak_bytes
+        in_use_bytes = devices.in_use_bytes(self._profiled.device)
         crowding_bytes = self._neighbours.crowding_bytes(in_use_bytes)
         may_keep_it = in_use_bytes < self.budget_bytes and self._replans < self._MOST_REPLANS
-        if may_keep_it and self.budget_bytes < peak_bytes + crowding_bytes:
+        if may_keep_it and self.budget_bytes < self._known_bytes + crowding_bytes:
             how = f"{crowding_bytes:,} bytes on the device that they did not hold before"
         elif self._neighbours.have_moved(self.candidate.memory) and self.warning is None and self._takes_too_much():
             how = "memory on the device in other places than before"
@@ -231,6 +231,11 @@ class PlannedStep:
         self._note(f"others hold {how}; planned again.")
         self._begin_anew(is_beside_others=True)
         return True
+
+    @property
+    def _known_bytes(self) -> int:
+        """What a run is known to take beside what others held in the trial."""
+        return self.candidate.peak_bytes
 
     def _takes_too_much(self) -> bool:
         """Whether the next run, or the one when another batch has been drawn, is predicted to."""
