@@ -94,12 +94,12 @@ def tightest(profiled, batch, budgets_bytes: list[int]):
         NoScheduleFound: There is a plan for none.
     """
     from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
-    from checkmate_tf.step.planned_step import PlannedStep
+    from checkmate_tf.step.plan_step import plan_step
 
     for budget_bytes in budgets_bytes:
         profiled.settings = dataclasses.replace(profiled.settings, budget=budget_bytes)
         try:
-            step = PlannedStep.of(profiled)
+            step = plan_step(profiled)
             step.try_out([batch])
             return step
         except (InfeasibleBudget, NoScheduleFound) as error:

@@ -173,17 +173,19 @@ def _own_peaks() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def _counted_plans() -> Iterator[list]:
     """A list that gets an item for each plan that is made."""
-    from checkmate_tf.step.planned_step import PlannedStep
+    from checkmate_tf.keras import families, shaped_steps
+    from checkmate_tf.step.plan_step import plan_step
 
     made: list = []
-    of = PlannedStep.of
 
     def counted(profiled):
-        step = of(profiled)
+        step = plan_step(profiled)
         made.append(None)
         return step
 
-    with mock.patch.object(PlannedStep, "of", counted):
+    with contextlib.ExitStack() as patched:
+        for module in (families, shaped_steps):
+            patched.enter_context(mock.patch.object(module, "plan_step", counted))
         yield made
 
 

@@ -64,13 +64,13 @@ def reported(program: str, settings: Mapping[str, str]) -> Any:
 
 
 def _server(environment: dict[str, str]) -> subprocess.Popen:
-    key = frozenset(environment.items())
+    own = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
+    key = frozenset(own.items())
     server = _servers.pop(key, None)
     if server is None:
         if len(_servers) == _MOST_SERVERS:
             with _servers.pop(next(iter(_servers))) as oldest:
                 oldest.stdin.close()
-        own = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
         server = subprocess.Popen(
             [sys.executable, "-P", __file__], env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
