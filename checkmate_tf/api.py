@@ -257,9 +257,9 @@ def minimum_budget(
 
     Raises:
         ModelError, OptionError: An argument means nothing; the message says what to do.
+        NoScheduleFound: XLA compiles the step, or there are several replicas, and the smallest plan has no room.
     """
     settings = _settings(1, "auto", 60.0, implementations, cache_dir, verbose)
-
     least, phases_s = train_step.minimum(model, settings, input_spec)
     return MinimumBudget(least.peak_bytes, least.bottleneck, least.overhead, phases_s)
 
