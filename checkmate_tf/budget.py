@@ -150,3 +150,8 @@ def format_bytes(size_bytes: int, *, round_up: bool = False) -> str:
         if hundredths < 102_400 or unit == "TiB":
             break
     return f"{sign}{hundredths // 100}.{hundredths % 100:02d} {unit}"
+
+
+def format_budget(size_bytes: int) -> str:
+    """A budget to be given again, rounded up and to the byte, such as "1.00 GiB (1,073,741,824 bytes)"."""
+    return f"{format_bytes(size_bytes, round_up=True)} ({size_bytes:,} bytes)"

@@ -37,7 +37,7 @@ def run(arguments: list[str], environment: Mapping[str, str], *, limit_s: int = 
     with tempfile.NamedTemporaryFile("r") as stdout, tempfile.NamedTemporaryFile("r") as stderr:
         job = {
             "arguments": arguments,
-            "environment": environment,
+            "path": environment.get("PYTHONPATH", ""),
             "folder": os.getcwd(),
             "outputs": [stdout.name, stderr.name],
             "limit_s": limit_s,
@@ -95,13 +95,13 @@ def _job() -> dict | None:
 
 def _do(job: dict) -> None:
     signal.alarm(job["limit_s"])
-    os.environ.update(job["environment"])
+    os.environ["PYTHONPATH"] = job["path"]
     os.chdir(job["folder"])
     for number, path in enumerate([os.devnull, *job["outputs"]]):
         os.dup2(os.open(path, os.O_RDWR), number)
     how, *rest = job["arguments"]
-    path = job["environment"].get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [*([] if how.startswith("-") else [os.path.dirname(how)]), *filter(None, path)]
+    beside = [] if how.startswith("-") else [os.path.dirname(how)]
+    sys.path[:0] = [*beside, *filter(None, job["path"].split(os.pathsep))]
     sys.argv = rest if how == "-m" else job["arguments"]
     if how == "-c":
         exec(rest[0], {"__name__": "__main__"})  # noqa: S102 - as Python itself does

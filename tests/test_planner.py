@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import time
 from types import SimpleNamespace
 
@@ -226,15 +227,17 @@ def test_a_search_in_the_middle_of_training_does_not_look_for_the_smallest_plans
 
 @pytest.mark.parametrize("share", [0.6, 0.1])
 def test_the_time_limit_holds_for_plans_and_refusals(share):
-    limit_s, taken_s = 4, []
-    while not taken_s or (taken_s[-1] > 1.1 * limit_s + 1 and len(taken_s) < 3):  # a machine may be busy once
+    def refused_or_planned(time_limit_s):
         plans = planner(lambda nbytes: nbytes + nbytes // 10)
         budget = int(share * plans.store_all().peak_bytes)
         start = time.perf_counter()
         with contextlib.suppress(InfeasibleBudget, NoScheduleFound):
-            plans.plan(budget, time_limit_s=limit_s)
-        taken_s.append(time.perf_counter() - start)
-    assert min(taken_s) <= 1.1 * limit_s + 1, "1 s for starting processes"
+            plans.plan(budget, time_limit_s=time_limit_s)
+        return time.perf_counter() - start
+
+    refused_or_planned(1)  # the solvers' processes have started then, which is not in the limit
+    gc.collect()  # and are given back
+    assert refused_or_planned(4) < 4 * 1.1 + 1, "1 s for a busy machine"
 
 
 def test_a_strategy_that_cannot_plan_says_why():

@@ -14,7 +14,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from checkmate_tf.budget import format_bytes
+from checkmate_tf.budget import format_budget, format_bytes
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.order import low_peak_order, permute
 from checkmate_tf.core.plan import compile_plan
@@ -394,7 +394,7 @@ class Planner:
         holds_without = self.needed_bytes - others_bytes > budget_bytes
         while_held = "" if holds_without else f" (as long as others hold {format_bytes(others_bytes)} of it)"
         return InfeasibleBudget(
-            f"budget must be at least {format_bytes(self.needed_bytes, round_up=True)} ({self.needed_bytes:,} bytes) "
+            f"budget must be at least {format_budget(self.needed_bytes)} "
             f"for this step, proven: what is held throughout{while_held} and one op's inputs and outputs take that "
             f"much; got {format_bytes(budget_bytes)}. {self._hint(smallest)}",
             minimum_bytes=smallest.peak_bytes,
@@ -413,9 +413,9 @@ class Planner:
         hint = self._hint(smallest)
         if smallest.peak_bytes <= budget_bytes:
             hint = (
-                f"The smallest plan found takes {format_bytes(smallest.peak_bytes, round_up=True)} "
-                f"({smallest.peak_bytes:,} bytes), but in the memory that the device has left, its allocator finds no "
-                f"place for it. Try: a smaller batch, or a higher limit of the device's memory{self._limited_to()}."
+                f"The smallest plan found takes {format_budget(smallest.peak_bytes)}, but in the memory that the "
+                "device has left, its allocator finds no place for it. Try: a smaller batch, or a higher limit of the "
+                f"device's memory{self._limited_to()}."
             )
         return NoScheduleFound(f"{said} {hint}", best_peak_bytes=smallest.peak_bytes)
 
@@ -427,10 +427,7 @@ class Planner:
     def _hint(self, smallest: EvaluatedPlan) -> str:
         is_limited = self._limit_bytes is not None and smallest.peak_bytes > self._limit_bytes
         beyond = f", which is above the limit of the device's memory{self._limited_to()}" if is_limited else ""
-        return (
-            f"Smallest budget found: {format_bytes(smallest.peak_bytes, round_up=True)} "
-            f"({smallest.peak_bytes:,} bytes){beyond}. {self.advice_on(smallest)}"
-        )
+        return f"Smallest budget found: {format_budget(smallest.peak_bytes)}{beyond}. {self.advice_on(smallest)}"
 
     def _limited_to(self) -> str:
         return "" if self._limit_bytes is None else f" ({format_bytes(self._limit_bytes)})"

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from checkmate_tf.budget import format_bytes
+from checkmate_tf.budget import format_budget, format_bytes
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.device_memory.lease import lease
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
@@ -508,4 +508,4 @@ class PlannedStep:
 
 def shown(nbytes: int | None) -> str:
     """A size in words; None is more than there is."""
-    return "more than there is" if nbytes is None else f"{format_bytes(nbytes, round_up=True)} ({nbytes:,} bytes)"
+    return "more than there is" if nbytes is None else format_budget(nbytes)

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from checkmate_tf import budget as budgets
-from checkmate_tf.budget import format_bytes
+from checkmate_tf.budget import format_budget, format_bytes
 from checkmate_tf.core.opgraph import Costs, OpGraph
 from checkmate_tf.core.simulate import Memory
 from checkmate_tf.device_memory import device as devices
@@ -385,13 +385,9 @@ class TriedStep:
         tried = [peak for peak in self._trial_peaks if peak is not None]
         smallest = planner.smallest_seen()
         best = min(tried, default=None if smallest is None else smallest.peak_bytes + unforeseen)
-        said = f"no plan was found {self.kept_by} {_shown(self.budget_bytes)}."
-        known = f" The smallest found takes {_shown(best)}." if best else ""
+        said = f"no plan was found {self.kept_by} {format_budget(self.budget_bytes)}."
+        known = f" The smallest found takes {format_budget(best)}." if best else ""
         return NoScheduleFound(f"{said}{known} {self.hint}", best_peak_bytes=best)
 
     def _phase(self, name: str) -> Phase:
         return Phase(self.phases_s, name, self._settings)
-
-
-def _shown(nbytes: int) -> str:
-    return f"{format_bytes(nbytes, round_up=True)} ({nbytes:,} bytes)"

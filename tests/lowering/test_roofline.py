@@ -57,11 +57,11 @@ def test_flops(function, shapes, expected):
 
 def test_rates_are_a_machine_s():
     measured = []
-    for _ in range(3):  # the best of these: what else the machine does makes it slower
+    for _ in range(10):  # the best of these: what else the machine does makes it slower
         for cached in (roofline._flops_per_s, roofline._bytes_per_s):
             cached.cache_clear()
         speed = rates("CPU:0")
         kinds = ("product", "convolution", "depthwise")
         measured.append([speed.bytes_per_s, *(speed.flops_per_s(kind, tf.float32) for kind in kinds)])
     assert np.all(np.isfinite(measured))
-    assert np.max(measured, axis=0).min() > 1e7  # XLA's depthwise convolution reaches 1e8 on 2 busy cores
+    assert np.max(measured, axis=0).min() > 1e8
