@@ -394,7 +394,7 @@ def test_a_plan_that_no_longer_keeps_the_budget_is_not_replaced_by_a_much_dearer
             key: seconds for key, seconds in order.tried.items() if seconds in (cheap.time_s, smallest.time_s)
         }
     more = budget + MIB - cheap.peak_bytes  # the allocator's state has changed
-    plans.forget_peaks()
+    plans.look_anew(BASE)
     assert plans.known(budget, plans.clock(5), 1.0).time_s == smallest.time_s
     best = planner(lambda nbytes: nbytes + more).plan(budget, time_limit_s=3)
     assert cheap.time_s < best.time_s < smallest.time_s
@@ -468,7 +468,7 @@ def _asked(kept):
         def solve(self, *_):
             return Solution(Status.FEASIBLE, SequenceSchedule(np.array([90])), 1.0, 90, None, "", "")
 
-    evaluator = SimpleNamespace(orders=[Order()], evaluate=evaluate, placed=lambda c, _: c, clock=Clock)
+    evaluator = SimpleNamespace(orders=[Order()], evaluate=evaluate, placed=lambda c, _: c, clock=Clock, more_bytes=0)
     Search(evaluator, 100, 5.0, 0, None).run()
     return asked
 
@@ -496,7 +496,7 @@ def test_an_allocator_that_takes_long_to_answer_leaves_the_solver_time_to_tighte
             found = SequenceSchedule(np.array([inner_bytes]))
             return Solution(Status.FEASIBLE, found, cost_of(inner_bytes), inner_bytes, None, "", "")
 
-    evaluator = SimpleNamespace(orders=[Strict()], evaluate=evaluate, placed=lambda c, _: c, clock=Clock)
+    evaluator = SimpleNamespace(orders=[Strict()], evaluate=evaluate, placed=lambda c, _: c, clock=Clock, more_bytes=0)
     assert Search(evaluator, budget, 1.3, 0, None).run().time_s < 1.05 * cheapest
 
 
@@ -522,9 +522,38 @@ def test_a_plan_just_above_the_budget_is_followed_by_a_smaller_one():
             peak = inner_bytes // 500 * 500
             return Solution(Status.FEASIBLE, SequenceSchedule(np.array([peak])), 1 / peak, peak, None, "", "")
 
-    evaluator = SimpleNamespace(orders=[Coarse()], evaluate=evaluate, placed=lambda c, _: c, clock=Clock)
+    evaluator = SimpleNamespace(orders=[Coarse()], evaluate=evaluate, placed=lambda c, _: c, clock=Clock, more_bytes=0)
     assert Search(evaluator, 10_069, 20.0, 0, None).run().peak_bytes == round(1.06 * 9_000)
     assert asked[:2] == [9_500, 9_000]
+
+
+@pytest.mark.parametrize("more_bytes", [0, 3_000])
+def test_a_search_begins_with_as_much_less_as_others_hold_by_now(more_bytes):
+    """Its rounds lowered the solver's budget by a few percent each, and ended before there was room for others."""
+    asked = []
+
+    def evaluate(_order, nodes):
+        peak = int(nodes[0])
+        return EvaluatedPlan(
+            None, None, None, None, peak_bytes=peak + more_bytes, node_peak_bytes=peak, time_s=1 / peak
+        )
+
+    class Strict:
+        kept = ()
+
+        def hint(self, _):
+            return None
+
+        def solve(self, inner_bytes, _):
+            asked.append(inner_bytes)
+            found = SequenceSchedule(np.array([inner_bytes]))
+            return Solution(Status.FEASIBLE, found, 1 / inner_bytes, inner_bytes, None, "", "")
+
+    evaluator = SimpleNamespace(
+        orders=[Strict()], evaluate=evaluate, placed=lambda c, _: c, clock=Clock, more_bytes=more_bytes
+    )
+    assert Search(evaluator, 10_000, 20.0, 0, None).run() is not None
+    assert asked[0] == 9_900 - more_bytes
 
 
 def test_where_nothing_fits_the_device_the_least_budget_is_what_tensors_take():

@@ -58,6 +58,13 @@ def full_report(**changes) -> Report:
     return dataclasses.replace(report, **changes)
 
 
+@pytest.mark.parametrize(("budget_mib", "line"), [(400, "400.00 MiB"), (390, "390.00 MiB, exceeded by 5.00 MiB")])
+def test_a_budget_that_was_measured_to_be_exceeded_says_so(budget_mib, line):
+    """Its status, "feasible", stood alone."""
+    facts = dict(full_report(budget_bytes=budget_mib * MIB).facts())
+    assert facts["budget"] == line
+
+
 def test_an_empty_report_knows_nothing():
     report = Report()
     named = (

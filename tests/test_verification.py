@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from tensorflow.core.framework.graph_pb2 import GraphDef
 
+from checkmate_tf.device_memory import device as devices
 from checkmate_tf.device_memory.lease import lease
 from checkmate_tf.errors import NoScheduleFound
 from checkmate_tf.step.planned_step import PlannedStep
@@ -29,7 +30,8 @@ def stubbed(soon, later, *, verified=lambda _: None):
         return lambda *_, time_limit_s: (asked.append((name, time_limit_s)), found)[1]
 
     planner = SimpleNamespace(
-        forget_peaks=lambda: None,
+        look_anew=lambda _: None,
+        smallest_seen=lambda: None,
         verified=lambda candidate, _: verified(candidate),
         replacement=answer("soon", soon),
         search=answer("later", later),
@@ -115,6 +117,7 @@ def test_where_memory_lies_is_looked_at_again_when_batches_come_from_another_pip
     step._profiled.memory.allocator_peak = lambda *_: peaks.pop(0)
     step.candidate.memory = None
     ready(step)
+    step._has_trained = True
     found = []
     for _ in range(4):
         found.append(step._is_disturbed())
@@ -122,7 +125,7 @@ def test_where_memory_lies_is_looked_at_again_when_batches_come_from_another_pip
         step._lease.pipelines += 1
     assert found == [False] * 6 + [True, False]
     assert lies == [[768]], "the place is seen anew for each pipeline, and once more behind a trial"
-    assert not step._is_ready
+    ready(step)
     assert "in other places than before; planned again" in step.notes[-1]
 
 
@@ -152,6 +155,57 @@ def test_where_no_other_plan_was_found_none_is_sought_each_time_that_steps_take_
         lease("CPU:0").take(other)
         ready(step)
     assert len(calls) == sought
+
+
+def test_a_step_above_its_budget_beside_others_is_planned_again_once_they_hold_less(monkeypatch):
+    """The plan that took too much was kept for ever, and the report went on to warn of it."""
+    step, _ = stubbed(None, None, verified=lambda candidate: candidate)
+    held = [20]
+    monkeypatch.setattr(devices, "in_use_bytes", lambda _: held[0])
+    step.candidate.memory = None
+    step._profiled.memory.places = lambda _: [256]
+    ready(step)
+    step._has_trained = True
+    step._neighbours.tried(20)
+    held[0] = 60
+    assert step._is_disturbed()
+    step._profiled.planner.verified = lambda *_: None
+    ready(step)
+    assert step.notes == ["others hold 40 bytes on the device that they did not hold before.", step.warning]
+    assert not step._is_disturbed()
+    held[0] = 30
+    assert step._is_disturbed()
+    step._profiled.planner.verified = lambda candidate, _: candidate
+    ready(step)
+    assert step.warning is None
+    assert step.notes[-1] == "others hold 30 bytes less on the device than when no plan was found; planned again."
+
+
+@pytest.mark.parametrize(("now_bytes", "taken"), [(95, False), (120, True)], ids=["leaner", "fatter"])
+def test_where_no_plan_keeps_the_budget_the_leanest_known_one_runs(now_bytes, taken):
+    step, _ = stubbed(None, None)
+    leanest = placed(object(), 2.0, (3,))
+    leanest.peak_bytes = 101
+    step._profiled.planner.smallest_seen = lambda: leanest
+    step._profiled.planner.placed = lambda *_: SimpleNamespace(peak_bytes=now_bytes)
+    step._has_trained = True
+    ready(step)
+    assert "steps may take more" in step.warning
+    assert (step.candidate is leanest) == taken
+    assert (step._placed.function == ("function of", leanest)) == taken
+
+
+def test_a_step_that_was_planned_again_as_often_as_it_may_be_says_that_it_is_above():
+    """Steps above the budget were not spoken of any longer."""
+    step, _ = stubbed(None, None, verified=lambda candidate: candidate)
+    ready(step)
+    step._has_trained = True
+    for number in range(4):
+        assert step.warning is None
+        step._plan_again(101 + number, 0)
+        ready(step)
+    assert "steps may take more" in step.warning
+    assert [note.endswith("; planned again.") for note in step.notes] == [True, True, True, False, False]
 
 
 def test_a_refusal_after_trials_names_what_they_took_where_no_other_plan_is_known():

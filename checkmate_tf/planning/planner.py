@@ -65,6 +65,7 @@ class Planner:
 
     Attributes:
         needed_bytes: A lower bound on the peak of every plan, everything included: proven.
+        more_bytes: What the device holds now beside what it held when the step was profiled.
         unmodified: The step as TensorFlow runs it.
     """
 
@@ -97,6 +98,7 @@ class Planner:
         self._strategy = strategy
         self._rearrange = rearrange
         self._base_bytes = base_bytes
+        self.more_bytes = 0
         self._layers = layers
         self._before = advice.Before(base_bytes, weights_bytes, batch_bytes)
         self.needed_bytes = base_bytes + working_set_bytes(op_graph, uncounted_below_bytes)
@@ -264,7 +266,7 @@ class Planner:
     def replacement(self, candidate: EvaluatedPlan, budget_bytes: int, *, time_limit_s: float) -> EvaluatedPlan | None:
         """A plan that keeps a budget now, in place of one that does not: a known one if it costs hardly more."""
         found = self._as_cheap(candidate, budget_bytes, self.clock(time_limit_s), _bound_limit_s(time_limit_s))
-        return found or self.search(budget_bytes, time_limit_s=time_limit_s)
+        return found or self.find(budget_bytes, time_limit_s=time_limit_s)
 
     def _as_cheap(
         self, candidate: EvaluatedPlan, budget_bytes: int, clock: Clock, bound_limit_s: float
@@ -297,7 +299,7 @@ class Planner:
             self.placed(candidate, budget_bytes),
             budget_bytes,
             self._allocator.peak,
-            base_bytes=self._base_bytes,
+            base_bytes=self._base_bytes + self.more_bytes,
             uncounted_below_bytes=self._uncounted_below_bytes,
         )
         if verified is None:
@@ -329,6 +331,15 @@ class Planner:
             self._keep(candidate)
         return smallest
 
+    def look_anew(self, in_use_bytes: int) -> None:
+        """From now on plans are sought for memory as it is now.
+
+        Args:
+            in_use_bytes: What the device holds, everything included.
+        """
+        self.more_bytes = max(0, in_use_bytes - self._base_bytes)
+        self.forget_peaks()
+
     def forget_peaks(self) -> None:
         """Drops what the allocator said of plans, because its state has changed since."""
         self._placements.clear()
@@ -346,7 +357,7 @@ class Planner:
 
     def tensor_peak(self, candidate: EvaluatedPlan) -> int:
         """Peak in bytes of tensors that are counted, everything included."""
-        return candidate.memory.most_counted_bytes(self._uncounted_below_bytes) + self._base_bytes
+        return candidate.memory.most_counted_bytes(self._uncounted_below_bytes) + self._base_bytes + self.more_bytes
 
     def evaluate(self, order: Order, nodes: Sequence[int] | np.ndarray, *, own: bool = True) -> EvaluatedPlan:
         """Compiles and simulates a sequence of nodes, and asks the allocator.

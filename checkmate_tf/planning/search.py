@@ -153,6 +153,10 @@ class Evaluator(Protocol):
     def orders(self) -> Sequence[Order]:
         """To search in."""
 
+    @property
+    def more_bytes(self) -> int:
+        """What the device holds now that no order counts."""
+
     def clock(self, time_limit_s: float) -> Clock:
         """Of a search, which stands still where the device waits for memory."""
 
@@ -181,7 +185,8 @@ class Search:
 
     def run(self) -> EvaluatedPlan | None:
         """Tries each order quickly, then gives the rest of the time to the better one."""
-        inner = dict.fromkeys(self._evaluator.orders, int((1 - _ROUNDING) * self._budget))
+        inner_bytes = int((1 - _ROUNDING) * self._budget) - self._evaluator.more_bytes
+        inner = dict.fromkeys(self._evaluator.orders, inner_bytes)
         self._consider_kept()
         limit_s = _FIRST_SHARE * self._clock.left_s
         with ThreadPoolExecutor(len(inner)) as pool:  # each order has a process of its own

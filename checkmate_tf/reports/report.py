@@ -400,7 +400,7 @@ def _comparison(report: Report) -> Iterator[tuple[str, str, str, str]]:
 def _facts(report: Report) -> list[tuple[str, str]]:
     """Rows of the form (label, text), without those of which nothing is known."""
     facts: list[tuple[str, str | None]] = [
-        ("budget", None if report.budget_bytes is None else _bytes(report.budget_bytes)),
+        ("budget", _budget(report)),
         ("microbatches", str(report.microbatches) if report.microbatches > 1 else None),
         ("overhead", None if report.overhead is None else f"{report.overhead:.3f} x the plain step time"),
         ("lower bound", None if report.lower_bound is None else _seconds(report.lower_bound)),
@@ -413,6 +413,14 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("recomputed", _recomputed(report.recomputed)),
     ]
     return [(label, text) for label, text in facts if text is not None]
+
+
+def _budget(report: Report) -> str | None:
+    if report.budget_bytes is None:
+        return None
+    exceeded_bytes = (report.measured_peak_bytes or 0) - report.budget_bytes
+    exceeded = f", exceeded by {_bytes(exceeded_bytes)}" if exceeded_bytes > 0 else ""
+    return f"{_bytes(report.budget_bytes)}{exceeded}"
 
 
 def _trials(peaks_bytes: tuple[int | None, ...]) -> str | None:

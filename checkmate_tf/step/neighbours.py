@@ -57,7 +57,12 @@ class Neighbours:
     def crowding_bytes(self, in_use_bytes: int) -> int:
         """As `held_bytes`; 0 where it is no more than batches of a pipeline take."""
         held_bytes = self.held_bytes(in_use_bytes)
-        return held_bytes if held_bytes > self._memory.drawn_bytes + STATES * self._memory.batch_bytes else 0
+        return held_bytes if held_bytes > self.passing_bytes else 0
+
+    @property
+    def passing_bytes(self) -> int:
+        """That come and go: batches of a pipeline."""
+        return self._memory.drawn_bytes + STATES * self._memory.batch_bytes
 
     def have_moved(self, memory: Memory) -> bool:
         """Whether a plan's requests are given room elsewhere, since batches have come from another pipeline.

@@ -31,8 +31,8 @@ class PartStep(PlannedStep):
     def _finds_another(self, outcome: trial.Outcome) -> bool:  # noqa: ARG002 - as of a step that is planned
         return False
 
-    def _divide_memory(self) -> None:
-        """It is divided for the whole step."""
+    def _take_leanest(self) -> None:
+        """It goes on with the whole step's plan, for which memory is divided."""
 
     @property
     def _training_has_begun(self) -> bool:

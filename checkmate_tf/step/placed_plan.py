@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from checkmate_tf.device_memory import device as devices
 from checkmate_tf.device_memory.reserved_slots import renew
 from checkmate_tf.lowering.rebuild import Lean
 from checkmate_tf.planning.evaluated_plan import EvaluatedPlan, cheapest
@@ -101,6 +102,19 @@ class PlacedPlan:
         self.divide()
         return True
 
+    def take_leanest(self, most_bytes: int) -> bool:
+        """Goes on with the plan that takes least of those that `find` has looked at in vain; whether it is another one.
+
+        Args:
+            most_bytes: That was asked for.
+        """
+        planner = self._profiled.planner
+        leanest = planner.smallest_seen()
+        if leanest is None or leanest.peak_bytes >= planner.placed(self.candidate, most_bytes).peak_bytes:
+            return False
+        self._take(leanest)
+        return True
+
     def _foresee(self) -> None:
         self._guard_blocks.clear()
         self._profiled.memory.foresee()
@@ -109,7 +123,7 @@ class PlacedPlan:
         """The plan with the peak that it has from where memory stands now, or None if that is too much."""
         self._guard_blocks.clear()
         planner = self._profiled.planner
-        planner.forget_peaks()
+        planner.look_anew(devices.in_use_bytes(self._profiled.device))
         return planner.verified(self.candidate, most_bytes)
 
     def _other(self, most_bytes: int, *, soon: bool) -> EvaluatedPlan | None:

@@ -30,6 +30,18 @@ from checkmate_tf.step.placed_plan import PlacedPlan
 
 _log = logging.getLogger(__name__)
 
+_TRIES = "a smaller batch, or a larger budget"
+_BESIDE_OTHERS = (
+    "beside what others hold on the device by now, such as data for validation",
+    f"data that is read batch by batch, {_TRIES}",
+)
+_IN_TURNS = ("in memory as steps for other batches have left it", f"batches of one size, {_TRIES}")
+_LEFT_BY_ANOTHER = "another step has left memory in which it cannot be divided as it was"
+_AS_MEASURED = (
+    "with what steps were measured to take, which may differ from batch to batch where sizes depend on the data",
+    _TRIES,
+)
+
 
 class PlannedStep:
     """A planned step, which is tried before it is trusted.
@@ -63,7 +75,9 @@ class PlannedStep:
         self._trusted_at: int | None = None  # changes of memory
         self._most_bytes = budget_bytes  # that a plan may be predicted to take
         self._replans = 0
-        self._is_beside_others = True  # should no plan keep the budget, that is why
+        self._why = ""  # another plan is sought, in a sentence without its end
+        self._despite = _AS_MEASURED  # should none be found: where that was, and what to try
+        self._gave_up_bytes = 0  # in use when no plan was found that keeps the budget
         self._has_trained = False
         self._lasting = effects.lasting(profiled.traced)
         self._draws_in_kernels = effects.draws_in_kernels(profiled.traced)
@@ -201,17 +215,21 @@ class PlannedStep:
             self._profiled.stay_within(self.budget_bytes)
         if not self._lease.is_held_by(self):
             self._lease.take(self)
-            is_as_before = self._is_ready and self._placed.divide_again()
-            self._is_ready = is_as_before or (self._is_ready and self.warning is not None)  # nothing better was found
+            if self._is_ready and not self._placed.divide_again() and self.warning is None:
+                self._is_ready, self._despite = False, _IN_TURNS
         if self._is_ready:
             return
         if not self._has_trained:
             self._placed.take_slots(batch, can_renew=can_renew)
             self._lease.take(self)  # nobody has it once variables have moved
+        before = self.candidate.plan
         if not self._find_plan_for_now():
             if not self._has_trained:
                 raise self._no_plan()
-            self._go_on_as_it_is()
+            self._go_on_above()
+        elif self._has_trained and (self._why or self.candidate.plan is not before):
+            self._note(f"{self._why or _LEFT_BY_ANOTHER}; planned again.")
+        self._why = ""
         self._is_ready = True
 
     def _is_disturbed(self) -> bool:
@@ -222,14 +240,19 @@ class PlannedStep:
         in_use_bytes = devices.in_use_bytes(self._profiled.device)
         crowding_bytes = self._neighbours.crowding_bytes(in_use_bytes)
         may_keep_it = in_use_bytes < self.budget_bytes and self._replans < self._MOST_REPLANS
-        if may_keep_it and self.budget_bytes < self._known_bytes + crowding_bytes:
+        have_moved = self._neighbours.have_moved(self.candidate.memory)
+        if self.warning is not None:
+            less_bytes = self._gave_up_bytes - in_use_bytes
+            if not may_keep_it or less_bytes <= self._neighbours.passing_bytes:
+                return False
+            how = f"{less_bytes:,} bytes less on the device than when no plan was found"
+        elif may_keep_it and self.budget_bytes < self._known_bytes + crowding_bytes:
             how = f"{crowding_bytes:,} bytes on the device that they did not hold before"
-        elif self._neighbours.have_moved(self.candidate.memory) and self.warning is None and self._takes_too_much():
+        elif have_moved and self._takes_too_much():
             how = "memory on the device in other places than before"
         else:
             return False
-        self._note(f"others hold {how}; planned again.")
-        self._begin_anew(is_beside_others=True)
+        self._begin_anew(f"others hold {how}", _BESIDE_OTHERS)
         return True
 
     @property
@@ -268,29 +291,31 @@ class PlannedStep:
                 break
         if not self._training_has_begun or self._trial_peaks[-1] is None:
             raise self._not_kept()
-        self._go_on_as_it_is()
+        self._go_on_above()
         return self._run(batch.pop())
 
-    def _go_on_as_it_is(self) -> None:
-        """Keeps the plan that there is: training has begun, and is not ended for what a step takes too much."""
-        why = (
-            "with what steps were measured to take, which may differ from batch to batch where sizes depend on the data"
-        )
-        tries = "a smaller batch, or a larger budget"
-        if self._is_beside_others:
-            why = "beside what others hold on the device by now, such as data for validation"
-            tries = f"data that is read batch by batch, {tries}"
+    def _go_on_above(self) -> None:
+        """Goes on with a plan that may not keep the budget, as training has begun: of those known the leanest."""
+        self._give_up_planning()
+        self._take_leanest()
+        self._trusted_at = self._lease.changes
+
+    def _give_up_planning(self) -> None:
+        """No plan is sought any longer, as long as others hold as much as now."""
+        if self._why:
+            self._note(f"{self._why}.")
+        where, tries = self._despite
         self.warning = (
             f"steps may take more than their budget of {format_bytes(self.budget_bytes)}: no plan was found that keeps "
-            f"it {why}. Try: {tries}."
+            f"it {where}. Try: {tries}."
         )
         self._note(self.warning)
-        self._replans = self._MOST_REPLANS
-        self._trusted_at = self._lease.changes
-        self._divide_memory()
+        self._gave_up_bytes = devices.in_use_bytes(self._profiled.device)
 
-    def _divide_memory(self) -> None:
-        """Divides memory for the plan, as before another one was sought."""
+    def _take_leanest(self) -> None:
+        """Takes the known plan that needs least now, and divides memory for it."""
+        if self._placed.take_leanest(self._allowed_bytes()):
+            self._lease.planned()
         self._placed.divide()
 
     def _finds_another(self, outcome: trial.Outcome) -> bool:
@@ -403,7 +428,7 @@ class PlannedStep:
         others_bytes = self._neighbours.held_bytes(max(in_use_bytes, devices.in_use_bytes(device)))
         lasting_bytes = self._neighbours.lasting_bytes(others_bytes)
         allowed_bytes = self.budget_bytes + others_bytes - lasting_bytes
-        if self._replans < self._MOST_REPLANS and peak_bytes > max(allowed_bytes, seen_bytes):
+        if self.warning is None and peak_bytes > max(allowed_bytes, seen_bytes):
             self._plan_again(peak_bytes, lasting_bytes)
         return results
 
@@ -450,15 +475,22 @@ class PlannedStep:
         """
         unforeseen = max(0, measured_bytes - self.candidate.peak_bytes)
         of_others = f", with {of_others_bytes:,} that others hold on the device" if of_others_bytes else ""
-        self._note(
-            f"a step took {measured_bytes:,} bytes, {unforeseen:,} more than predicted{of_others}; planned again."
-        )
-        self._tighten(measured_bytes - of_others_bytes)
-        self._begin_anew(is_beside_others=of_others_bytes > 0)
+        why = f"a step took {measured_bytes:,} bytes, {unforeseen:,} more than predicted{of_others}"
+        if self._replans < self._MOST_REPLANS:
+            self._tighten(measured_bytes - of_others_bytes)
+        self._begin_anew(why, _BESIDE_OTHERS if of_others_bytes else _AS_MEASURED)
 
-    def _begin_anew(self, *, is_beside_others: bool) -> None:
-        """Another plan is sought before the next run."""
-        self._is_beside_others = is_beside_others
+    def _begin_anew(self, why: str, despite: tuple[str, str]) -> None:
+        """Another plan is sought before the next run; not for ever, as each search takes seconds.
+
+        Args:
+            why: A sentence without its end.
+            despite: Should none be found: where that was, and what to try.
+        """
+        self._why, self._despite, self.warning = why, despite, None
+        if self._replans == self._MOST_REPLANS:
+            self._give_up_planning()
+            return
         self._replans += 1
         self._is_ready = False
         self._trusted_at = None

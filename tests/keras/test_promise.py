@@ -198,6 +198,11 @@ def test_what_others_hold_for_good_counts(options, part):
         assert "Try:" in said[0]
     assert checkmate_tf.report(model).measured_peak_bytes >= devices.peak_bytes("CPU:0")
     del held
+    with Watch(model) as watch:
+        for _ in range(3):
+            model.train_on_batch(x, y)
+    assert not watch.above(budget)
+    assert (part < 1) != any("less on the device" in note for note in replanned(model))
 
 
 @pytest.mark.parametrize(
