@@ -40,9 +40,8 @@ ROUNDING = {"float64": 4e-16, "float32": 2e-7, "mixed_float16": 1e-3, "mixed_bfl
 AMPLIFIED = 10.0  # how much farther than that another program may get
 MOST_PLAIN = 0.9  # of the plain peak: budgets lie between the least that is found and this
 PIPELINE_BYTES = 64 << 10  # on a CPU the pipeline that draws batches has its small tensors in the same allocator
-LIMIT_S, LEAST_LIMIT_S = 2.0, 3.0  # of the searches for a plan and for the least budget: 60 and 20 s for users
-LAYERS_LIMIT_S = 0.8  # of both, for models of a few MiB
-UNROLLED_LIMIT_S = 6.0  # of the searches for a plan of thousands of ops, whose steps are slow where it is a poor one
+LIMIT_S = 6.0  # of a search: 60 s for users, 20 s for the least budget. With 2 s, poor plans took more in their steps
+LAYERS_LIMIT_S = 0.8  # the same, for models of a few MiB
 PLACING_LIMIT_S = 0.2  # for dividing memory for one plan; 1 s for users
 CAUSES = 3000  # characters of an error that are kept
 
@@ -92,9 +91,8 @@ def checked(recipe: dict, cache_dir: str) -> dict:
 
 def _limit_searches(recipe: dict) -> float:
     """Makes planning short; returns the limit of a search, seconds."""
-    is_small = recipe["family"] == random_models.LAYERS
-    limit_s = LAYERS_LIMIT_S if is_small else UNROLLED_LIMIT_S if recipe["family"] == "recurrent" else LIMIT_S
-    small_plans.MINIMUM_LIMIT_S = LAYERS_LIMIT_S if is_small else LEAST_LIMIT_S
+    limit_s = LAYERS_LIMIT_S if recipe["family"] == random_models.LAYERS else LIMIT_S
+    small_plans.MINIMUM_LIMIT_S = limit_s
     guard_blocks._LIMIT_S = PLACING_LIMIT_S
     PlacedPlan._SOON_S = limit_s
     return limit_s
