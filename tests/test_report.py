@@ -144,6 +144,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 2**40), max_size=3), max_size=3)
         strategy=st.none() | st.text(),
         phases_s=st.dictionaries(st.text(), st.floats(0, 1e6)),
         recomputed=st.dictionaries(st.text(), st.integers(1, 9)),
+        device_peaks_bytes=st.dictionaries(st.text(), st.integers(0, 2**50)),
         timeline_bytes=st.just((1, 2, 3)),
         timeline_split_bytes=st.dictionaries(st.sampled_from(KINDS), st.tuples(*[st.integers(0, 2**50)] * 3)),
         sizes=st.lists(st.builds(SizeRow, SHAPES, *[st.integers(0, 2**50)] * 2, st.floats(0, 9), st.integers(0, 99))),

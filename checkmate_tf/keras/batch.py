@@ -48,7 +48,9 @@ def signature(data) -> Hashable:
     """Structure, shapes and dtypes of a batch of tensors: what a planned step is for."""
     structure = tf.nest.map_structure(lambda leaf: "none" if leaf is None else type(leaf).__name__, data)
     return str(structure), tuple(
-        (leaf.dtype.name, str(leaf.shape)) for leaf in tf.nest.flatten(data) if leaf is not None
+        (leaf.dtype.name, str(leaf.shape), getattr(leaf, "open_shape", ()))
+        for leaf in tf.nest.flatten(data)
+        if leaf is not None
     )
 
 

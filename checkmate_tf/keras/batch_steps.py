@@ -65,9 +65,9 @@ class BatchSteps(ShapedSteps):
         """What one replica is given of a batch: all of it, where there is but one.
 
         Raises:
-            BatchError: Replicas are given other shapes.
+            BatchError: It is not dense.
         """
-        return replicas.parts(data)[0] if self.is_replicated else data
+        return replicas.of_one(data) if self.is_replicated else data
 
     def come_from(self, iterator: Any) -> None:
         """Learns where batches come from: from another pipeline than before, or from none."""
@@ -254,7 +254,7 @@ class BatchSteps(ShapedSteps):
         Raises:
             BatchError: Such batches are not planned.
         """
-        if not batch.is_dense(data):
+        if not (self.is_replicated or batch.is_dense(data)):
             raise BatchError(
                 "ragged and sparse batches are not planned: make them dense, padded to a fixed shape "
                 "(to_tensor(shape=...), tf.sparse.to_dense)."

@@ -56,9 +56,9 @@ class FunctionSteps(ShapedSteps):
         """What one replica is given: all of it, where there is but one.
 
         Raises:
-            BatchError: Replicas are given other shapes.
+            BatchError: It is not dense.
         """
-        return replicas.parts(data)[0] if self.is_replicated else data
+        return replicas.of_one(data) if self.is_replicated else data
 
     def _planned(self, data: tuple) -> AnyStep:
         if self._strategy is None:

@@ -11,6 +11,8 @@ import tensorflow as tf
 from checkmate_tf.device_memory import device
 from checkmate_tf.errors import BatchError, ModelError
 from checkmate_tf.keras import batch
+from checkmate_tf.keras.open_spec import OpenSpec
+from checkmate_tf.lowering.replicas import shapes_of_replicas
 
 Strategy = tf.distribute.Strategy
 
@@ -67,26 +69,31 @@ def as_distributed(data: Any, strategy: Strategy) -> Any:
     return tf.nest.map_structure(of_all, data)
 
 
-def parts(data: Any) -> list[Any]:
-    """What each replica is given of a batch.
+def of_one(data: Any) -> Any:
+    """What one replica is given of a batch; where they share it unevenly, a specification of the most that one is.
 
     Raises:
-        BatchError: These have other shapes, such as the rows that are left of a data set.
+        BatchError: These are no dense tensors with as many dimensions on each.
     """
     leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
     count = len(leaves[0].values)
     found = [
         tf.nest.map_structure(lambda leaf, k=k: None if leaf is None else leaf.values[k], data) for k in range(count)
     ]
-    if len({batch.signature(part) for part in found}) > 1:
-        shapes = ", ".join(
-            str([tuple(leaf.shape) for leaf in tf.nest.flatten(part) if leaf is not None]) for part in found
-        )
+    if not all(map(batch.is_dense, found)) or len(set(map(batch.kind, found))) > 1:
         raise BatchError(
-            f"a batch that replicas share unevenly is not planned: they get {shapes}. Try: a number of rows that the "
-            "replicas divide, or dataset.batch(..., drop_remainder=True)."
+            "a batch of ragged or sparse tensors, or of tensors with other numbers of dimensions on each replica, is "
+            "not planned: make it dense before the model."
         )
-    return found
+    if len(set(map(batch.signature, found))) == 1:
+        return found[0]
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else _most(leaf.values), data)
+
+
+def _most(values: Sequence[tf.Tensor]) -> OpenSpec:
+    """A tensor as large as the largest, with open dimensions where they differ."""
+    shape, open_shape = shapes_of_replicas(values)
+    return OpenSpec(shape, values[0].dtype, open_shape)
 
 
 def specified(input_spec: Any, strategy: Strategy) -> Any:

@@ -67,7 +67,7 @@ class ShapedSteps:
         """What one replica is given of a batch: all of it, where there is but one.
 
         Raises:
-            BatchError: Replicas are given other shapes.
+            BatchError: It is not dense.
         """
         return data
 

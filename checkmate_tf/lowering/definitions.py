@@ -33,10 +33,10 @@ def is_stateful(node: node_def_pb2.NodeDef, bodies: Bodies) -> bool:
 
 
 def called(node: node_def_pb2.NodeDef, bodies: Bodies) -> Iterator[str]:
-    """Names of the functions that an op calls, by its type or by its attributes."""
+    """Names of the functions that an op calls, by its type or by its attributes, in the order of their names."""
     if registered_op_def(node.op) is None and body(node.op, bodies) is not None:
         yield node.op
-    for value in node.attr.values():
+    for _, value in sorted(node.attr.items()):  # a map, of which equal ones come in other orders
         if value.HasField("func"):
             yield value.func.name
         yield from (function.name for function in value.list.func)

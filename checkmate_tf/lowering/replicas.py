@@ -18,10 +18,12 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from checkmate_tf._tf_internals import FuncGraph, captured_by
 from checkmate_tf.errors import BatchError
+from checkmate_tf.lowering.branches import called as functions_of
 from checkmate_tf.lowering.creation import op_of
 from checkmate_tf.lowering.definitions import READS_OF_VARIABLES, Bodies, called
 from checkmate_tf.lowering.variables import Interface
 
+_ANYWHERE = "anywhere"
 _MEETINGS = 256  # in a step: a ResNet50's peaks then differed by 2 %, and it took 1.09 times plain Keras's time
 _UNALIKE = "the replicas of this step are not alike, so no plan is for all of them"
 
@@ -57,6 +59,12 @@ class _ReplicaGraph(FuncGraph):
     @property
     def captures(self) -> list[tuple[tf.Tensor, tf.Tensor]]:
         return self.captured
+
+
+def shapes_of_replicas(values: Sequence[tf.Tensor]) -> tuple[tf.TensorShape, tuple[int | None, ...]]:
+    """How large a tensor is that each replica has one of: the largest shape, and one with None where sizes differ."""
+    sizes = list(zip(*(value.shape for value in values), strict=True))
+    return tf.TensorShape(map(max, sizes)), tuple(one[0] if len(set(one)) == 1 else None for one in sizes)
 
 
 def replicas_of(
@@ -305,21 +313,46 @@ def joined(graph_def: graph_pb2.GraphDef, devices: Sequence[str], turns: Sequenc
         graph_def: Of the first replica.
         devices: Of the replicas, by their full names.
         turns: Of the plan, where the replicas share an allocator: now and then they wait for each other, so that what
-            they hold together differs little from step to step.
+            they hold together differs little from step to step. Before ops that oneDNN makes one of they do not: it
+            merges those that wait for the same, and ends the process, as the first of them waits at all.
     """
-    whole = graph_pb2.GraphDef(versions=graph_def.versions, library=graph_def.library)
-    for body in whole.library.function:
-        for node in body.node_def:
-            node.device = "" if node.device == devices[0] else node.device
+    whole = graph_pb2.GraphDef()
     for k, device in enumerate(devices):
         whole.node.extend(_moved(node, k, device, devices[0]) for node in graph_def.node)
+    whole.versions.CopyFrom(graph_def.versions)
+    whole.library.CopyFrom(graph_def.library)
+    _let_run_anywhere(whole, devices[0])
     nodes = {node.name: node for node in whole.node} if turns else {}
-    every = max(1, len(turns) // _MEETINGS)
-    for before, turn in list(itertools.pairwise(turns))[::every]:
+    meetings = [(before, turn) for before, turn in itertools.pairwise(turns) if len(turn.enters) == 1]
+    every = max(1, len(meetings) // _MEETINGS)
+    for before, turn in meetings[::every]:
         for one, other in itertools.permutations(range(len(devices)), 2):
             for enter in turn.enters:
                 nodes[named(enter, one)].input.extend("^" + named(name, other) for name in before.leaves)
     return whole
+
+
+def _let_run_anywhere(graph_def: graph_pb2.GraphDef, device: str) -> None:
+    """Has functions run where they are called, not on the first replica's device.
+
+    They get other names, as TensorFlow knows the ones that they have.
+    """
+    functions = graph_def.library.function
+    within = [node for body in functions for node in body.node_def]
+    if not any(node.device == device for node in within):
+        return
+    for node in within:
+        node.device = "" if node.device == device else node.device
+    names = {body.signature.name: f"{body.signature.name}_{_ANYWHERE}" for body in functions}
+    for body in functions:
+        body.signature.name = names[body.signature.name]
+    for gradient in graph_def.library.gradient:
+        gradient.function_name = names.get(gradient.function_name, gradient.function_name)
+        gradient.gradient_func = names.get(gradient.gradient_func, gradient.gradient_func)
+    for node in itertools.chain(graph_def.node, within):
+        node.op = names.get(node.op, node.op)
+        for function in functions_of(node):
+            function.name = names.get(function.name, function.name)
 
 
 def named(name: str, number: int) -> str:

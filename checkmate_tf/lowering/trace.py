@@ -30,7 +30,7 @@ from checkmate_tf.lowering.implementations.rule import Rule
 from checkmate_tf.lowering.in_place import writable
 from checkmate_tf.lowering.recompute_variants import leaner_reruns
 from checkmate_tf.lowering.recurrences import run_in_turn
-from checkmate_tf.lowering.replicas import ReplicaFunction, replicas_of
+from checkmate_tf.lowering.replicas import ReplicaFunction, replicas_of, shapes_of_replicas
 from checkmate_tf.lowering.sums import sum_in_pairs
 from checkmate_tf.lowering.variables import Interface, variables_by_input
 
@@ -146,6 +146,8 @@ def trace_replicas(
 ) -> list[TracedStep]:
     """Traces a step that a strategy of `tf.distribute` runs on several devices.
 
+    Where replicas are given other sizes, those are open in the trace, and tensors have the sizes that they get at most.
+
     Args:
         step: Of one argument, as `strategy.run` runs it.
         spec: The argument, whose leaves are per replica.
@@ -160,13 +162,25 @@ def trace_replicas(
         StepError: The step itself fails.
         BatchError: The replicas are not alike, or exchange more than what collective ops do.
     """
+    shapes = [shapes_of_replicas(leaf.values) for leaf in tf.nest.flatten(spec) if leaf is not None]
+    is_even = not any(None in open_shape for _, open_shape in shapes)
     with watched() as calls, packing(strategy, pack_bytes):
-        function = _traced(step, spec)
+        function = _traced(step, spec if is_even else tf.nest.map_structure(_opened, spec))
     first, interfaces = replicas_of(function, strategy.extended.worker_devices)
     names = {op.name for op in first.graph.get_operations()}
     own = [call for call in calls if any(op.name in names for op in map(_op_of, call.targets) if op is not None)]
     traced = _lowered(first, passes_of(function.graph, own), rules)
+    if not is_even:
+        traced = traced.at([largest for largest, _ in shapes])
     return [dataclasses.replace(traced, interface=interface) for interface in interfaces]
+
+
+def _opened(leaf: tf.distribute.DistributedValues | None) -> tf.TypeSpec | None:
+    """The specification of a leaf of a batch, whose sizes are open where those of the replicas differ."""
+    if leaf is None:
+        return None
+    open_spec = tf.TensorSpec(shapes_of_replicas(leaf.values)[1], leaf.values[0].dtype)
+    return type(tf.type_spec_from_value(leaf))(*[open_spec] * len(leaf.values))
 
 
 def _require_one_device(function: tf.types.experimental.ConcreteFunction) -> None:

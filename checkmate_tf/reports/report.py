@@ -130,6 +130,8 @@ class Report:
         budget_bytes: What the allocator's peak must not exceed; None for a step that runs unplanned.
         predicted_peak_bytes: The allocator's peak in the simulated plan.
         measured_peak_bytes: The allocator's peak in a real planned step.
+        device_peaks_bytes: Device -> the same there, where several replicas run. Those on a CPU share one allocator,
+            and each has the same part of its peak.
         trial_peaks_bytes: The allocator's peak in each trial before training, in order; None where memory ran out.
         plain_peak_bytes: The allocator's peak in the unmodified step.
         predicted_step_s: Sum of the profiled times of everything that the plan runs.
@@ -159,6 +161,7 @@ class Report:
     budget_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
+    device_peaks_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     trial_peaks_bytes: tuple[int | None, ...] = ()
     plain_peak_bytes: int | None = None
     predicted_step_s: float | None = None
@@ -192,7 +195,8 @@ class Report:
         trials = self.trial_peaks_bytes
         object.__setattr__(self, "trial_peaks_bytes", tuple(None if peak is None else int(peak) for peak in trials))
         self._convert("phases_s", lambda phases: {name: float(seconds) for name, seconds in phases.items()})
-        self._convert("recomputed", lambda ops: {name: int(times) for name, times in ops.items()})
+        for name in ("recomputed", "device_peaks_bytes"):
+            self._convert(name, lambda numbers: {key: int(number) for key, number in numbers.items()})
         self._convert("timeline_bytes", _ints)
         self._convert("timeline_split_bytes", _split)
         for kind, timeline in self.timeline_split_bytes.items():
@@ -401,6 +405,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     """Rows of the form (label, text), without those of which nothing is known."""
     facts: list[tuple[str, str | None]] = [
         ("budget", _budget(report)),
+        *((device, f"{_bytes(peak)} measured") for device, peak in report.device_peaks_bytes.items()),
         ("microbatches", str(report.microbatches) if report.microbatches > 1 else None),
         ("overhead", None if report.overhead is None else f"{report.overhead:.3f} x the plain step time"),
         ("lower bound", None if report.lower_bound is None else _seconds(report.lower_bound)),

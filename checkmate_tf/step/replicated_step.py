@@ -29,7 +29,7 @@ class ReplicatedStep(TriedStep):
 
     Args:
         step: Python training step of one argument, which has the strategy run it.
-        data: A batch whose leaves are per replica, alike in shape.
+        data: A batch whose leaves are per replica.
         settings: What the user asked for.
         strategy: The strategy.
         weights_bytes: Size of all that has a gradient.
@@ -77,7 +77,9 @@ class ReplicatedStep(TriedStep):
         return measured.op_graph, measured.costs
 
     def _fed(self, data: Any) -> list[tf.Tensor]:
-        return self._of_replica(data, 0)
+        """The tensors that the replica is given that gets most."""
+        fed = [self._of_replica(data, number) for number in range(len(self._devices))]
+        return max(fed, key=lambda leaves: sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in leaves))
 
     def _copied(self, data: Any) -> Any:
         def copied(leaf: Any) -> Any:

@@ -74,6 +74,7 @@ class TriedStep:
         self.phases_s: dict[str, float] = {}
         self._trial_peaks: list[int | None] = []
         self._peaks: list[int] = []
+        self._device_peaks: dict[str, int] = {}
         self._seconds: list[float] = []
         self.notes: list[str] = []
         with self._phase("trace"):
@@ -179,6 +180,9 @@ class TriedStep:
             self._wait()
             self._seconds.append(time.perf_counter() - began_s)
             self._peaks.append(self._most(devices.peak_bytes))
+            for device in self._devices:
+                peak_bytes = devices.peak_bytes(device) // self._sharing
+                self._device_peaks[device] = max(peak_bytes, self._device_peaks.get(device, 0))
         self._is_over = self._most(devices.peak_bytes) > self.budget_bytes
         return results
 
@@ -195,6 +199,7 @@ class TriedStep:
         foreseen = self._base_bytes + self.candidate.memory.peak_bytes
         self._unforeseen_bytes = taken - foreseen + round(_TIGHTER * self.budget_bytes)
         self._peaks.clear()
+        self._device_peaks.clear()
         self._seconds.clear()
         try:
             self.plan(data)
@@ -214,6 +219,7 @@ class TriedStep:
             strategy=self._settings.strategy,
             budget_bytes=self.budget_bytes,
             measured_peak_bytes=max(self._peaks, default=None),
+            device_peaks_bytes=self._device_peaks if len(self._devices) > 1 else {},
             trial_peaks_bytes=self._trial_peaks,
             measured_step_s=statistics.median(seconds) if seconds else None,
             phases_s=self.phases_s,

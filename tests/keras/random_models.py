@@ -33,6 +33,7 @@ REFINEMENTS = (
     "none", "clipnorm", "global_clipnorm", "clipvalue", "weight_decay", "ema", "accumulation", "schedule", "loss_scale"
 )  # fmt: skip
 COMMON_REFINEMENTS = ("none", "none", "none", "global_clipnorm", "clipnorm", "accumulation", "schedule", "ema")
+FORMS_OF_REPLICAS = ("dataset", "arrays")  # on which Keras itself does not lose, or give each of them, a whole batch
 FORMS = ("train_on_batch", "arrays", "dataset", "named", "generator")
 COMMON_FORMS = ("train_on_batch", "train_on_batch", "train_on_batch", "generator", "arrays", "dataset")
 PLAIN_HAS_TRAINED = "plain Keras has trained\n"  # what a worker says before anything is planned
@@ -69,15 +70,18 @@ class Case(NamedTuple):
 
 
 @st.composite
-def recipes(draw, families: Sequence[str] = (LAYERS, *PEOPLE_TRAIN)) -> dict:
+def recipes(draw, families: Sequence[str] = (LAYERS, *PEOPLE_TRAIN), replicas: int = 1) -> dict:
     """A whole case: the model, how it is compiled, how it is fed, and where between least and plain its budgets lie.
 
     Args:
         families: To draw from.
+        replicas: That train a model.
     """
     family = draw(st.sampled_from(families))
-    common = {"family": family, "seed": draw(st.integers(0, 2**16))}
-    return common | draw(_layers() if family == LAYERS else _of_family(family))
+    common = {"family": family, "seed": draw(st.integers(0, 2**16)), "replicas": replicas}
+    if replicas > 1:
+        common["form"] = draw(st.sampled_from(FORMS_OF_REPLICAS))
+    return draw(_layers() if family == LAYERS else _of_family(family)) | common
 
 
 @st.composite
@@ -133,17 +137,26 @@ def build(recipe: dict) -> Case:
     """
     keras.utils.set_random_seed(recipe["seed"])
     is_layers = recipe["family"] == LAYERS
-    model, losses = layer_model(recipe) if is_layers else FAMILIES[recipe["family"]].build(recipe["sizes"])
-    _freeze(model, recipe["frozen"])
-    model.compile(
-        optimizer=_optimizer(recipe, 1e-2 if is_layers else 1e-3),
-        loss=[_loss(name) for name in losses],
-        loss_weights=[1 / (1 << min(k, 2)) for k in range(len(losses))],
-        metrics=[["accuracy" if name == "crossentropy" else "mae"] for name in losses],
-        jit_compile=False,
-        steps_per_execution=recipe["steps_per_execution"],
-    )
+    with strategy_of(recipe).scope():
+        model, losses = layer_model(recipe) if is_layers else FAMILIES[recipe["family"]].build(recipe["sizes"])
+        _freeze(model, recipe["frozen"])
+        model.compile(
+            optimizer=_optimizer(recipe, 1e-2 if is_layers else 1e-3),
+            loss=[_loss(name) for name in losses],
+            loss_weights=[1 / (1 << min(k, 2)) for k in range(len(losses))],
+            metrics=[["accuracy" if name == "crossentropy" else "mae"] for name in losses],
+            jit_compile=False,
+            steps_per_execution=recipe["steps_per_execution"],
+        )
     return Case(model, losses, recipe["batch"] if is_layers else batch_size(model, losses, recipe))
+
+
+def strategy_of(recipe: dict) -> tf.distribute.Strategy:
+    """What runs the replicas of a model, on parts of the CPU."""
+    replicas = recipe["replicas"]
+    if replicas == 1:
+        return tf.distribute.get_strategy()
+    return tf.distribute.MirroredStrategy([f"CPU:{k}" for k in range(replicas)])
 
 
 def batch_size(model: keras.Model, losses: list[str], recipe: dict) -> int:
@@ -154,7 +167,8 @@ def batch_size(model: keras.Model, losses: list[str], recipe: dict) -> int:
     rows = elements / of_row
     if of_pair:  # the root of: pairs of rows, and rows
         rows = (math.sqrt(of_row**2 + 4 * of_pair * elements) - of_row) / (2 * of_pair)
-    return max(LEAST_ROWS, round(rows))
+    replicas = recipe["replicas"]
+    return max(LEAST_ROWS, round(rows / replicas)) * replicas
 
 
 def made_elements(model: keras.Model) -> int:

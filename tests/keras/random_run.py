@@ -54,7 +54,7 @@ class Uniform(HypothesisProvider):
 AVAILABLE_PROVIDERS["uniform"] = Uniform
 
 
-def drawn(seed: int, number: int, families: Sequence[str]) -> dict:
+def drawn(seed: int, number: int, families: Sequence[str], replicas: int = 1) -> dict:
     """The recipe of one model. Each is drawn by itself: one run of Hypothesis makes many that are alike."""
     found: list[dict] = []
 
@@ -67,7 +67,7 @@ def drawn(seed: int, number: int, families: Sequence[str]) -> dict:
         phases=[hypothesis.Phase.generate],
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(recipes(families))
+    @hypothesis.given(recipes(families, replicas))
     def collect(recipe):
         found.append(recipe)
 
@@ -233,15 +233,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--families", nargs="+", choices=(LAYERS, *PEOPLE_TRAIN), default=list(PEOPLE_TRAIN))
+    parser.add_argument("--replicas", type=int, default=1, help="of each model, on parts of the CPU")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at once (default: one per core)")
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("random_models.json"))
     options = parser.parse_args(arguments)
     head = {"version": VERSION, "seed": options.seed, "code": code(), "families": options.families}
+    head |= {"replicas": options.replicas} if options.replicas > 1 else {}
     past = {**head, "runs": [], "results": []}
     if options.json.exists():
         past = json.loads(options.json.read_text())
     if head != {name: past.get(name) for name in head}:
-        parser.error(f"{options.json} holds models of another seed, choice of families or state of the code")
+        parser.error(f"{options.json} holds models of another seed, choice or state of the code")
     results = [row for row in past["results"] if not has_failed(row)]
     run = {
         "day": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
@@ -250,7 +252,9 @@ def main(arguments: list[str] | None = None) -> int:
     }
     run |= {package: importlib.metadata.version(package) for package in PACKAGES}
     done = {row["number"] for row in results}
-    cases = {k: drawn(options.seed, k, options.families) for k in range(options.models) if k not in done}
+    cases = {
+        k: drawn(options.seed, k, options.families, options.replicas) for k in range(options.models) if k not in done
+    }
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as cache_dir:
         for row in _by_workers(cases, options.workers, cache_dir):

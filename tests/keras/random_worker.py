@@ -51,11 +51,16 @@ class Wrong(Exception):
 
 
 def main(cache_dir: str) -> None:
+    recipe = json.load(sys.stdin)
+    if recipe["replicas"] > 1:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        parts = [tf.config.LogicalDeviceConfiguration()] * recipe["replicas"]
+        tf.config.set_logical_device_configuration(cpu, parts)
     tf.config.experimental.enable_op_determinism()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     gc.freeze()  # what is imported stays: collections, some for each plan, take half a second less
-    sys.stdout.write(json.dumps(checked(json.load(sys.stdin), cache_dir)) + "\n")
+    sys.stdout.write(json.dumps(checked(recipe, cache_dir)) + "\n")
 
 
 def checked(recipe: dict, cache_dir: str) -> dict:
@@ -66,14 +71,15 @@ def checked(recipe: dict, cache_dir: str) -> dict:
     _trace_once()
     try:
         case = random_models.build(recipe)
-        case.model.optimizer.build(case.model.trainable_variables)
+        with case.model.distribute_strategy.scope():
+            case.model.optimizer.build(case.model.trainable_variables)
         start = state(case.model)
         faulthandler.dump_traceback_later(random_models.MOST_PLAIN_S, exit=True)
-        plain_bytes = peak_of(lambda: random_models.train(case, recipe))
+        plain_bytes = peak_of(lambda: random_models.train(case, recipe)) // recipe["replicas"]
         faulthandler.cancel_dump_traceback_later()
         sys.stdout.write(random_models.PLAIN_HAS_TRAINED)
         sys.stdout.flush()
-    except (ValueError, TypeError, tf.errors.OpError, NotImplementedError) as error:
+    except (ValueError, TypeError, RuntimeError, tf.errors.OpError) as error:
         return {"outcome": "invalid", "why": f"{type(error).__name__}: {error}"[:300]}
     plain = state(case.model)
     assign(case.model, start)
@@ -81,7 +87,7 @@ def checked(recipe: dict, cache_dir: str) -> dict:
         options = {"cache_dir": cache_dir, "verbose": False}
         spec = random_models.specification(case, recipe)
         least_bytes = checkmate_tf.minimum_budget(case.model, spec, **options).budget_bytes
-        least_bytes += random_models.held_bytes(case, recipe)
+        least_bytes += -(-random_models.held_bytes(case, recipe) // recipe["replicas"])
         options |= {"time_limit_s": limit_s, "input_spec": spec if recipe["at_once"] else None}
         result = {"rows": case.batch, "plain_bytes": plain_bytes, "least_bytes": least_bytes}
         return result | _Check(case, recipe, start, options).all_budgets(plain, plain_bytes, least_bytes)
@@ -186,16 +192,17 @@ class _Check:
             return row | {"outcome": "refused", "why": f"{type(error).__name__}: {error}"[:CAUSES]}, None
         except Exception:  # noqa: BLE001 - whatever it is, it is what is looked for
             return row | {"outcome": "exception", "why": traceback.format_exc()[-CAUSES:]}, None
+        replicas = self.recipe["replicas"]  # which share one allocator
         row |= {
             "budget_bytes": report.budget_bytes,
-            "peaks_bytes": self._watch.peaks_bytes,
+            "peaks_bytes": [peak // replicas for peak in self._watch.peaks_bytes],
             "predicted_bytes": report.predicted_peak_bytes,
             "recomputed": sum(report.recomputed.values()),
             "trials": len(report.trial_peaks_bytes),
             "exceeded": sum(peak is None or peak > report.budget_bytes for peak in report.trial_peaks_bytes),
             "notes": list(report.notes),
         }
-        if over := self._watch.above(report.budget_bytes + self.more_bytes):
+        if over := self._watch.above(replicas * report.budget_bytes + self.more_bytes):
             row |= {"outcome": "over", "why": f"{over}. {' '.join(report.notes)}"}
         return row, end
 

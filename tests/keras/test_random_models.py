@@ -27,6 +27,7 @@ from checkmate_tf.step import planned_step
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = json.loads((pathlib.Path(__file__).parent / "random_regressions.json").read_text())
 FAMILIES = (LAYERS, *PEOPLE_TRAIN)
+SLOW = f"takes more than {random_models.MOST_PLAIN_S:.0f} s"
 
 
 @pytest.mark.slow  # a process of its own that trains each model three times
@@ -125,7 +126,12 @@ def test_a_state_is_put_back_to_the_bit():
 @pytest.mark.parametrize(
     ("says", "does", "outcome", "why"),
     [
-        ("", "faulthandler.dump_traceback_later(0.1, exit=True); time.sleep(60)", "invalid", "takes more than 90 s"),
+        (
+            "",
+            "faulthandler.dump_traceback_later(0.1, exit=True); time.sleep(60)",
+            "invalid",
+            f"takes more than {random_models.MOST_PLAIN_S:.0f} s",
+        ),
         ("", "sys.exit(3)", "invalid", "ends the process, exit 3"),
         (random_models.PLAIN_HAS_TRAINED, "sys.exit(3)", "crash", "exit 3"),
     ],

@@ -13,7 +13,7 @@ from checkmate_tf.step.tried_step import TriedStep
 
 HERE = pathlib.Path(__file__).parent
 REPLICAS = 2
-CASES = ("transformer", "batch norm", "own step", "synchronized batch norm")
+CASES = ("transformer", "batch norm", "own step", "synchronized batch norm", "dropout", "embedding")
 
 
 def run(case: str) -> dict:
@@ -43,6 +43,8 @@ def test_replicas_follow_one_plan_with_the_same_numbers_within_the_budget(case):
     # On a CPU the pipeline has its batches in the same allocator: the one before and the one after.
     assert max(found["peaks"]) <= REPLICAS * found["budget"] + 2 * found["batch"]
     assert any("2 replicas follow one plan" in note for note in found["notes"])
+    assert found["devices"].keys() == {"CPU:0", "CPU:1"}
+    assert 0 < max(found["devices"].values()) <= found["budget"]
     assert not found["warnings"]
 
 
@@ -52,7 +54,7 @@ def test_a_loop_of_ones_own_is_planned_for_all_replicas():
     assert found["recomputed"] > 0
     assert found["far_from_plain"] < 1e-9
     assert found["losses"][1] == pytest.approx(found["losses"][0], rel=1e-9)
-    assert found["rows"] == 4 * 2 * 12, "each replica returns what it found"
+    assert found["rows"] == found["given"], "each replica returns what it found"
     assert max(found["peaks"]) <= REPLICAS * found["budget"] + 2 * found["batch"]
     assert any("2 replicas follow one plan" in note for note in found["notes"])
     assert "reduce it outside" in found["reduced"]
@@ -63,14 +65,6 @@ def test_replicas_train_in_the_smallest_budget_that_is_named():
     found = run("smallest")
     assert found["measured"] <= found["budget"] < 0.6 * found["plain"]
     assert found["overhead"] > 1
-
-
-@pytest.mark.slow
-def test_a_batch_that_replicas_share_unevenly_trains_unplanned_and_says_so():
-    found = run("dropout")
-    assert found["far_from_plain"] < 1e-9
-    assert len(found["warnings"]) == 1
-    assert "drop_remainder=True" in found["warnings"][0]
 
 
 def test_what_is_not_planned_for_several_replicas_is_refused_and_does_not_hang():

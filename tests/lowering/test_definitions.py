@@ -159,3 +159,13 @@ def test_constants_of_branches_are_held_by_a_function_as_well():
         return x
 
     assert max(trace(step, tf.TensorSpec(())).constants_bytes) == 300 * 300 * 4
+
+
+def test_functions_are_named_in_one_order_whatever_the_order_of_the_attributes():
+    """A map's entries come in any order, so that the branches of one replica were compared with other ones of another."""
+    names = [f"{kind}_branch" for kind in ("cond", "else", "then", "body", "cond_2", "true", "false", "merge")]
+    for number in range(8):
+        node = node_def_pb2.NodeDef(name="one", op="If")
+        for name in [*names[number:], *names[:number]]:
+            node.attr[name].func.name = f"of {name}"
+        assert list(called(node, {})) == [f"of {name}" for name in sorted(names)]
