@@ -162,7 +162,7 @@ def test_constants_of_branches_are_held_by_a_function_as_well():
 
 
 def test_functions_are_named_in_one_order_whatever_the_order_of_the_attributes():
-    """A map's entries come in any order, so that the branches of one replica were compared with other ones of another."""
+    """A map gives its entries in any order: branches of one replica were compared with other ones of another."""
     names = [f"{kind}_branch" for kind in ("cond", "else", "then", "body", "cond_2", "true", "false", "merge")]
     for number in range(8):
         node = node_def_pb2.NodeDef(name="one", op="If")
