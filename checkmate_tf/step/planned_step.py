@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from typing import Any
 
 import tensorflow as tf
 
-from checkmate_tf.budget import format_budget, format_bytes
+from checkmate_tf.budget import format_budget
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.device_memory.lease import lease
 from checkmate_tf.errors import InfeasibleBudget, NoScheduleFound
@@ -27,20 +26,7 @@ from checkmate_tf.step.measurements import Measurements
 from checkmate_tf.step.neighbours import Neighbours
 from checkmate_tf.step.pipeline import ProfiledStep
 from checkmate_tf.step.placed_plan import PlacedPlan
-
-_log = logging.getLogger(__name__)
-
-_TRIES = "a smaller batch, or a larger budget"
-_BESIDE_OTHERS = (
-    "beside what others hold on the device by now, such as data for validation",
-    f"data that is read batch by batch, {_TRIES}",
-)
-_IN_TURNS = ("in memory as steps for other batches have left it", f"batches of one size, {_TRIES}")
-_LEFT_BY_ANOTHER = "another step has left memory in which it cannot be divided as it was"
-_AS_MEASURED = (
-    "with what steps were measured to take, which may differ from batch to batch where sizes depend on the data",
-    _TRIES,
-)
+from checkmate_tf.step.replanning import Replanning, Where
 
 
 class PlannedStep:
@@ -60,7 +46,6 @@ class PlannedStep:
     _DOUBTFUL_RUNS = 6  # of a trial where predictions are estimates
     _TRIAL_RUNS = 2  # a function's first run leaves constants behind, and the next batch lies elsewhere
     _MOST_TRIALS = 6
-    _MOST_REPLANS = 3
     _SAFE = 0.95  # of the budget: a U-Net's convolutions took 4.2 % more of it at one of 40 sizes than at the largest
     _OUT_OF_MEMORY = 1 / 64  # of the budget, by which a plan is taken to need more where nothing could be measured
 
@@ -74,10 +59,7 @@ class PlannedStep:
         self._is_ready = False  # slots are there, and the plan was made for memory as it is
         self._trusted_at: int | None = None  # changes of memory
         self._most_bytes = budget_bytes  # that a plan may be predicted to take
-        self._replans = 0
-        self._why = ""  # another plan is sought, in a sentence without its end
-        self._despite = _AS_MEASURED  # should none be found: where that was, and what to try
-        self._gave_up_bytes = 0  # in use when no plan was found that keeps the budget
+        self._replanning = Replanning(budget_bytes)
         self._has_trained = False
         self._lasting = effects.lasting(profiled.traced)
         self._draws_in_kernels = effects.draws_in_kernels(profiled.traced)
@@ -86,10 +68,8 @@ class PlannedStep:
         self._trial_peaks: list[int | None] = []
         self._measured = Measurements()
         self._neighbours = Neighbours(profiled.memory, self._lease)
-        self.notes: list[str] = []
-        self.warning: str | None = None
         if self._lasting:
-            self._note(
+            self._replanning.note(
                 f"the step was not tried before training, as what it does cannot be undone ({', '.join(self._lasting)})"
                 ": its first steps may take more than the budget."
             )
@@ -216,20 +196,20 @@ class PlannedStep:
         if not self._lease.is_held_by(self):
             self._lease.take(self)
             if self._is_ready and not self._placed.divide_again() and self.warning is None:
-                self._is_ready, self._despite = False, _IN_TURNS
+                self._is_ready = False
+                self._replanning.look_again()
         if self._is_ready:
             return
         if not self._has_trained:
             self._placed.take_slots(batch, can_renew=can_renew)
             self._lease.take(self)  # nobody has it once variables have moved
         before = self.candidate.plan
-        if not self._find_plan_for_now():
-            if not self._has_trained:
-                raise self._no_plan()
+        if self._find_plan_for_now():
+            self._replanning.found(is_another=self._has_trained and self.candidate.plan is not before)
+        elif self._has_trained:
             self._go_on_above()
-        elif self._has_trained and (self._why or self.candidate.plan is not before):
-            self._note(f"{self._why or _LEFT_BY_ANOTHER}; planned again.")
-        self._why = ""
+        else:
+            raise self._no_plan()
         self._is_ready = True
 
     def _is_disturbed(self) -> bool:
@@ -239,10 +219,10 @@ class PlannedStep:
         """
         in_use_bytes = devices.in_use_bytes(self._profiled.device)
         crowding_bytes = self._neighbours.crowding_bytes(in_use_bytes)
-        may_keep_it = in_use_bytes < self.budget_bytes and self._replans < self._MOST_REPLANS
+        may_keep_it = in_use_bytes < self.budget_bytes and self._replanning.may_go_on
         have_moved = self._neighbours.have_moved(self.candidate.memory)
         if self.warning is not None:
-            less_bytes = self._gave_up_bytes - in_use_bytes
+            less_bytes = self._replanning.relieved_bytes(in_use_bytes)
             if not may_keep_it or less_bytes <= self._neighbours.passing_bytes:
                 return False
             how = f"{less_bytes:,} bytes less on the device than when no plan was found"
@@ -252,7 +232,7 @@ class PlannedStep:
             how = "memory on the device in other places than before"
         else:
             return False
-        self._begin_anew(f"others hold {how}", _BESIDE_OTHERS)
+        self._begin_anew(f"others hold {how}", Where.BESIDE_OTHERS)
         return True
 
     @property
@@ -296,21 +276,9 @@ class PlannedStep:
 
     def _go_on_above(self) -> None:
         """Goes on with a plan that may not keep the budget, as training has begun: of those known the leanest."""
-        self._give_up_planning()
+        self._replanning.give_up(devices.in_use_bytes(self._profiled.device))
         self._take_leanest()
         self._trusted_at = self._lease.changes
-
-    def _give_up_planning(self) -> None:
-        """No plan is sought any longer, as long as others hold as much as now."""
-        if self._why:
-            self._note(f"{self._why}.")
-        where, tries = self._despite
-        self.warning = (
-            f"steps may take more than their budget of {format_bytes(self.budget_bytes)}: no plan was found that keeps "
-            f"it {where}. Try: {tries}."
-        )
-        self._note(self.warning)
-        self._gave_up_bytes = devices.in_use_bytes(self._profiled.device)
 
     def _take_leanest(self) -> None:
         """Takes the known plan that needs least now, and divides memory for it."""
@@ -461,7 +429,7 @@ class PlannedStep:
 
     def _find_plan_for_now(self) -> bool:
         """Goes on with a plan that keeps the budget from where memory stands now; whether there is one."""
-        found = self._placed.find(self._allowed_bytes(), in_training=self._has_trained, soon=self._replans > 0)
+        found = self._placed.find(self._allowed_bytes(), in_training=self._has_trained, soon=self._replanning.has_begun)
         if found:
             self._lease.planned()
         return found
@@ -476,26 +444,22 @@ class PlannedStep:
         unforeseen = max(0, measured_bytes - self.candidate.peak_bytes)
         of_others = f", with {of_others_bytes:,} that others hold on the device" if of_others_bytes else ""
         why = f"a step took {measured_bytes:,} bytes, {unforeseen:,} more than predicted{of_others}"
-        if self._replans < self._MOST_REPLANS:
+        if self._replanning.may_go_on:
             self._tighten(measured_bytes - of_others_bytes)
-        self._begin_anew(why, _BESIDE_OTHERS if of_others_bytes else _AS_MEASURED)
+        self._begin_anew(why, Where.BESIDE_OTHERS if of_others_bytes else Where.AS_MEASURED)
 
-    def _begin_anew(self, why: str, despite: tuple[str, str]) -> None:
-        """Another plan is sought before the next run; not for ever, as each search takes seconds.
+    def _begin_anew(self, why: str, where: Where) -> None:
+        """Another plan is sought before the next run, if that was not done often.
 
         Args:
             why: A sentence without its end.
-            despite: Should none be found: where that was, and what to try.
+            where: No plan may keep the budget.
         """
-        self._why, self._despite, self.warning = why, despite, None
-        if self._replans == self._MOST_REPLANS:
-            self._give_up_planning()
-            return
-        self._replans += 1
-        self._is_ready = False
-        self._trusted_at = None
-        self._measured.begin_anew()
-        self._neighbours.begin_anew()
+        if self._replanning.begin(why, where, devices.in_use_bytes(self._profiled.device)):
+            self._is_ready = False
+            self._trusted_at = None
+            self._measured.begin_anew()
+            self._neighbours.begin_anew()
 
     def _tighten(self, measured_bytes: int | None, to_come_bytes: int = 0) -> None:
         """Gives the planner less: by what was measured above the prediction.
@@ -510,9 +474,15 @@ class PlannedStep:
             unforeseen = measured_bytes + to_come_bytes - self.candidate.peak_bytes
             self._most_bytes = self.budget_bytes - max(0, unforeseen)
 
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
-        _log.warning("%s", text)
+    @property
+    def notes(self) -> list[str]:
+        """Sentences that the reader of a report should know, in order."""
+        return self._replanning.notes
+
+    @property
+    def warning(self) -> str | None:
+        """That steps may take more than the budget, and why, or None."""
+        return self._replanning.warning
 
     @property
     def measured_peak_bytes(self) -> int | None:

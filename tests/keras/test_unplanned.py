@@ -328,7 +328,7 @@ def test_the_report_has_the_notes_of_all_batches(options):
     for rows in (ROWS, 8):
         model.train_on_batch(*data(rows))
     for step, text in zip(planned_training(model).steps.values(), ("of the one", "of the other"), strict=True):
-        step._note(text)
+        step.notes.append(text)
     assert {"of the one", "of the other"} <= set(checkmate_tf.report(model).notes)
 
 
