@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
 
 import keras
-import tensorflow as tf
 
 from checkmate_tf._tf_internals import all_layers
-from checkmate_tf.budget import Budget, format_bytes, is_fraction
-from checkmate_tf.core.requirements import working_sets_bytes
+from checkmate_tf.budget import format_bytes, is_fraction
 from checkmate_tf.device_memory import device as devices
 from checkmate_tf.errors import CheckmateError, ModelError
 from checkmate_tf.keras import batch, precision
-from checkmate_tf.keras.batch_steps import names_of_layers
+from checkmate_tf.keras.footprint import limits_of, state_bytes
 from checkmate_tf.keras.independence import why_rows_depend
 from checkmate_tf.keras.max_batch import Scaled
-from checkmate_tf.keras.microbatches import Accumulation, MicrobatchedStep, wide
-from checkmate_tf.keras.train_step import PlannedTraining, checked_training, on_profiled
+from checkmate_tf.keras.microbatches import Accumulation, MicrobatchedStep
+from checkmate_tf.keras.train_step import checked_training, on_profiled
+from checkmate_tf.keras.ways import (
+    DEPENDENT,
+    PRECISION,
+    RANDOM,
+    ROUNDING,
+    STATISTICS,
+    Side,
+    as_code,
+    gains,
+    set_policy,
+    way_in_parts,
+)
 from checkmate_tf.lowering import effects
-from checkmate_tf.planning.advice import Places
 from checkmate_tf.planning.evaluated_plan import NEVER, EvaluatedPlan
-from checkmate_tf.reports.advice import NOTHING, PLAIN, Advice, Limits, Way
+from checkmate_tf.reports.advice import PLAIN, Advice, Limits, Way
 from checkmate_tf.step.pipeline import Phase, ProfiledStep, Settings, sizes_of
 from checkmate_tf.studies.batch_size import largest_exactly
-
-ROUNDING, PRECISION, RANDOM = "rounding", "precision", "random numbers"
-STATISTICS, DEPENDENT = "batch statistics", "gradients of rows that depend on each other"
 
 _SEARCH_SHARE = 1 / 16  # of the time limit, for one search
 _AS_FAST = 1.05  # times the time of parts without recomputation: more parts would gain little
@@ -64,44 +69,6 @@ def compute(model: keras.Model, settings: Settings, input_spec) -> Advice:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Side:
-    """A model whose ways are looked into: the user's own, or a copy of it.
-
-    Attributes:
-        model: The model.
-        training: Its step.
-        budget: The budget as the user would write it for this model.
-        name: Put before the name of each of its ways.
-        code: What to write first.
-        changes: What it changes in the results.
-        others_bytes: What the device holds only while it is looked into: the user's own model beside the copy.
-    """
-
-    model: keras.Model
-    training: PlannedTraining
-    budget: str
-    name: str = ""
-    code: str = ""
-    changes: tuple[str, ...] = ()
-    others_bytes: int = 0
-
-    def way(self, name: str, options: str | None, *changes: str) -> Way:
-        """A way of which nothing is known yet.
-
-        Args:
-            name: In words.
-            options: Further arguments of `compile`, as code; None for a step that is not planned.
-            changes: What it changes in the results.
-        """
-        call = "" if options is None else f"checkmate_tf.compile(model, {self.budget}{options})"
-        return Way(
-            name=", ".join(filter(None, (self.name, name))),
-            code="\n".join(filter(None, (self.code, call))) or "model.fit(...)",
-            changes=", ".join(dict.fromkeys((*self.changes, *changes))) or NOTHING,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
 class _Found:
     """What a search came to.
 
@@ -125,7 +92,7 @@ class _Advisor:
         self._settings = dataclasses.replace(settings, time_limit_s=self._search_s)
         training = checked_training(model, self._settings)
         self._rows, self._spec = batch.rows_of(input_spec), input_spec
-        self._own = _Side(model, training, _as_code(settings.budget))
+        self._own = Side(model, training, as_code(settings.budget))
         self._ways: list[Way] = []
         self._phases_s: dict[str, float] = {}
         self._trace_s = self._profile_s = 0.0  # what these took for the model's own step
@@ -176,9 +143,9 @@ class _Advisor:
         self._plain_s = float(profiled.unmodified().profile.costs.time_s.sum())
         self._budget_bytes = profiled.budget_bytes()
         self._trace_s, self._profile_s = profiled.phases_s["trace"], profiled.phases_s["profile"]
-        return profiled, _limits(self._own.model, profiled)
+        return profiled, limits_of(self._own.model, profiled)
 
-    def _look(self, side: _Side, way: Way, look: Callable[[Way, object], Way], *, takes_s: float = -math.inf) -> Way:
+    def _look(self, side: Side, way: Way, look: Callable[[Way, object], Way], *, takes_s: float = -math.inf) -> Way:
         """Looks into a way while a batch is there, and notes it down; where that fails, with the reason.
 
         Args:
@@ -201,7 +168,7 @@ class _Advisor:
     def _replace(self, way: Way, **known) -> None:
         self._ways[self._ways.index(way)] = dataclasses.replace(way, **known)
 
-    def _unmodified(self, side: _Side, way: Way, profiled: ProfiledStep) -> Way:
+    def _unmodified(self, side: Side, way: Way, profiled: ProfiledStep) -> Way:
         """The step as Keras runs it."""
         peak_bytes = profiled.plain_peak_bytes()
         relative_time = float(profiled.unmodified().profile.costs.time_s.sum()) / self._plain_s
@@ -216,10 +183,10 @@ class _Advisor:
             relative_time=relative_time,
         )
 
-    def _planned(self, side: _Side, way: Way, profiled: ProfiledStep, *, share: float = 1.0) -> Way:
+    def _planned(self, side: Side, way: Way, profiled: ProfiledStep, *, share: float = 1.0) -> Way:
         return self._judged(side, way, (1,), [self._search(side, profiled, share)])
 
-    def _search(self, side: _Side, profiled: ProfiledStep, share: float) -> _Found:
+    def _search(self, side: Side, profiled: ProfiledStep, share: float) -> _Found:
         """Plans a step, first with those equivalents only that are always taken: others take traces of their own.
 
         Args:
@@ -241,7 +208,7 @@ class _Advisor:
             plan = (all_forms if is_complete else planner).smallest_seen()
         return _Found(plan, is_within, needed_bytes)
 
-    def _judged(self, side: _Side, way: Way, counts: Sequence[int], steps: Sequence[_Found]) -> Way:
+    def _judged(self, side: Side, way: Way, counts: Sequence[int], steps: Sequence[_Found]) -> Way:
         """A way whose step consists of planned ones.
 
         Args:
@@ -286,7 +253,7 @@ class _Advisor:
         if policy is None:
             self._note(Way("16 bits", "", PRECISION), "not to be had: this GPU has no fast kernels for it.")
             return None
-        way = Way(policy, _set_policy(policy), PRECISION)
+        way = Way(policy, set_policy(policy), PRECISION)
         if self._trace_s + self._profile_s > self._left_s:
             self._note(way, _LEFT_OUT)
             return None
@@ -307,7 +274,7 @@ class _Advisor:
             way = self._look(side, planned, lambda way, _: self._planned(side, way, profiled[0]))
         return policy if way.within_budget is False else None
 
-    def _copy(self, policy: str) -> _Side:
+    def _copy(self, policy: str) -> Side:
         """A copy of the model under a dtype policy.
 
         Raises:
@@ -317,10 +284,10 @@ class _Advisor:
         copy = precision.copy_in(own.model, policy)
         training = checked_training(copy, self._settings)
         budget = str(self._budget_bytes) if is_fraction(self._settings.budget) else own.budget
-        held_bytes = _state_bytes(own.model, self._device)
-        return _Side(copy, training, budget, policy, _set_policy(policy), (PRECISION,), held_bytes)
+        held_bytes = state_bytes(own.model, self._device)
+        return Side(copy, training, budget, policy, set_policy(policy), (PRECISION,), held_bytes)
 
-    def _microbatches(self, side: _Side, limits: Limits, scaled: Scaled | None) -> None:
+    def _microbatches(self, side: Side, limits: Limits, scaled: Scaled | None) -> None:
         """In 2, 4... parts, until these need no recomputation, or more of them gain nothing.
 
         Args:
@@ -332,7 +299,7 @@ class _Advisor:
         if self._rows < 2 or least_bytes > self._budget_bytes:
             sums = f"weights, optimizer slots and the sums of gradients take {format_bytes(least_bytes)}."
             note = f"not to be had: {sums if self._rows > 1 else 'the batch has one row.'}"
-            self._note(_way_in_parts(side, 2, "exact"), note, within_budget=False)
+            self._note(way_in_parts(side, 2, "exact"), note, within_budget=False)
             return
         parts, room_bytes = 2, self._budget_bytes - limits.gradients_bytes
         while scaled and 2 * parts <= self._rows and not scaled.may_fit(-(-self._rows // parts), room_bytes):
@@ -343,14 +310,14 @@ class _Advisor:
             if way.within_budget is None or (way.within_budget and not recomputes):
                 return
             tried.append((parts, way))
-            if len(tried) > 1 and not _gains(way, tried[-2][1]):
+            if len(tried) > 1 and not gains(way, tried[-2][1]):
                 break
             parts *= 2
         within = [one for one in tried if one[1].within_budget]
         best, _ = min(within, key=lambda one: one[1].relative_time) if within else tried[-1]
         self._in_parts(side, best, "fused")
 
-    def _in_parts(self, side: _Side, parts: int, implementations: str) -> tuple[Way, bool]:
+    def _in_parts(self, side: Side, parts: int, implementations: str) -> tuple[Way, bool]:
         """The batch in parts; also whether any of its steps computes something again."""
         settings = dataclasses.replace(self._settings, implementations=implementations)
         found: list[_Found] = []
@@ -373,13 +340,13 @@ class _Advisor:
             )
             return self._judged(side, way, (count - 1, 1), found)
 
-        way = _way_in_parts(side, parts, implementations)
+        way = way_in_parts(side, parts, implementations)
         way = self._look(side, way, look, takes_s=2 * self._trace_s + self._profile_s / parts)
         if way.within_budget is None:
             self._replace(way, changes=_UNKNOWN)
         return way, any(one.plan is not None and one.plan.overhead > _AS_FAST for one in found)
 
-    def _scaled(self, side: _Side, profiled: ProfiledStep) -> Scaled | None:
+    def _scaled(self, side: Side, profiled: ProfiledStep) -> Scaled | None:
         """The planned step at other sizes of the batch, where there is time for that."""
         if self._trace_s + self._profile_s > self._left_s:
             return None
@@ -445,14 +412,6 @@ class _Advisor:
         return Phase(self._phases_s, name, self._settings)
 
 
-def _way_in_parts(side: _Side, parts: int, implementations: str) -> Way:
-    """A way of which nothing is known yet."""
-    is_fused = implementations == "fused"
-    options = f', implementations="{implementations}"' if is_fused else ""
-    name = f"{parts} microbatches, fused" if is_fused else f"{parts} microbatches"
-    return side.way(name, f"{options}, microbatches={parts}", ROUNDING)
-
-
 def _changed_by_parts(
     model: keras.Model, accumulation: Accumulation, step: ProfiledStep, data
 ) -> tuple[tuple[str, ...], str]:
@@ -469,56 +428,10 @@ def _changed_by_parts(
     return draws, f"the sparse gradients of {sparse} are added up as dense ones." if sparse else ""
 
 
-def _gains(way: Way, before: Way) -> bool:
-    """Whether more parts are worth looking into after two numbers of them."""
-    if way.within_budget and before.within_budget:
-        return way.relative_time < before.relative_time
-    if None in (way.needed_bytes, before.needed_bytes):
-        return True
-    return way.needed_bytes < before.needed_bytes
-
-
-def _limits(model: keras.Model, profiled: ProfiledStep) -> Limits:
-    """What makes up the least memory of a profiled step."""
-    device, graph, costs = profiled.device, profiled.profile.op_graph, profiled.profile.costs
-    sizes = working_sets_bytes(graph, devices.uncounted_below_bytes(device))
-    largest = int((sizes + 1e-9 * costs.workspace_bytes).argmax())
-    weights = [devices.variable_bytes(variable) for variable in profiled.traced.interface.variables]
-    gradients = [v.shape.num_elements() * tf.as_dtype(wide(v.dtype)).size for v in model.trainable_variables]
-    own_bytes = devices.counted_bytes(device, weights) + profiled.memory.batch_bytes
-    return Limits(
-        weights_bytes=sum(weights),
-        gradients_bytes=sum(gradients),
-        batch_bytes=profiled.memory.batch_bytes,
-        others_bytes=max(0, profiled.memory.base_bytes - own_bytes),
-        largest_op=Places(graph, names_of_layers(model)).of(largest),
-        largest_op_bytes=int(sizes[largest]),
-        largest_op_scratch_bytes=int(costs.workspace_bytes[largest]),
-        needed_bytes=profiled.planner.needed_bytes,
-    )
-
-
-def _state_bytes(model: keras.Model, device: str) -> int:
-    """What the variables of a model and of its optimizer take."""
-    variables = {id(v): v for v in (*model.variables, *getattr(model.optimizer, "variables", ()))}
-    return devices.counted_bytes(device, [devices.variable_bytes(v.value) for v in variables.values()])
-
-
 def _draws(model: keras.Model) -> bool:
     """Whether layers draw random numbers, which are others in a part than in the whole batch."""
     values = [value for layer in all_layers(model) for value in vars(layer).values()]
     return any(isinstance(value, keras.random.SeedGenerator) for value in values)
-
-
-def _set_policy(policy: str) -> str:
-    return f'keras.config.set_dtype_policy("{policy}")  # before the model is made'
-
-
-def _as_code(budget: Budget) -> str:
-    """A budget as the user would write it."""
-    if isinstance(budget, str):
-        return json.dumps(budget)
-    return repr(float(budget)) if is_fraction(budget) else repr(int(budget))
 
 
 def _reason(error: CheckmateError) -> str:

@@ -162,7 +162,7 @@ def test_the_model_is_left_as_it_was_after_an_error(cached, monkeypatch):
     advice = checkmate_tf.advise(model, 0.8, spec_of(model), time_limit_s=100.0, **cached)
     parts = next(way for way in advice.ways if way.name[0].isdigit())
     assert (parts.within_budget, parts.note) == (None, "not to be had: 'no such op'")
-    monkeypatch.setattr("checkmate_tf.keras.advise._limits", fails)
+    monkeypatch.setattr("checkmate_tf.keras.advise.limits_of", fails)
     with pytest.raises(PlanningError, match="no such op"):
         checkmate_tf.advise(model, 0.8, spec_of(model), **cached)
     for variable, value in zip(state(model), before, strict=True):
