@@ -14,6 +14,7 @@ import tensorflow as tf
 from checkmate_tf._files import read_sealed, write_sealed
 from checkmate_tf.device_memory.allocation_replay import empty
 from checkmate_tf.device_memory.device import in_use_bytes, onednn_is_on
+from checkmate_tf.lowering import op_alone
 from checkmate_tf.lowering import profile as profile_module
 from checkmate_tf.lowering.extract import extract
 from checkmate_tf.lowering.profile import profile
@@ -244,7 +245,7 @@ def test_what_slows_one_look_down_is_not_taken_for_the_ops_time(monkeypatch):
         nonlocal disturbed
         disturbed = 3 * done < todo
 
-    monkeypatch.setattr(profile_module, "call_unoptimized", call)
+    monkeypatch.setattr(op_alone, "call_unoptimized", call)
     step = extracted(lambda x: tf.sin(tf.cumsum(x)), SHAPE)
     assert profile(step, DEVICE, on_progress=tell).costs.time_s.max() < 0.1
     monkeypatch.setattr(profile_module, "_LOOKS", 1)
@@ -259,9 +260,9 @@ def test_an_op_that_takes_long_is_timed_once(monkeypatch, long_s, asked):
         repeats.append(least)
         return time_of(run, device, least)
 
-    time_of = profile_module._time
-    monkeypatch.setattr(profile_module, "_time", timed)
-    monkeypatch.setattr(profile_module, "_LONG_S", long_s)
+    time_of = op_alone._time
+    monkeypatch.setattr(op_alone, "_time", timed)
+    monkeypatch.setattr(op_alone, "_LONG_S", long_s)
     assert profile(extracted(tf.cumsum, SHAPE), DEVICE).costs.time_s.max() > 0
     assert repeats == asked
 
