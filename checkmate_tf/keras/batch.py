@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import tensorflow as tf
 
@@ -45,9 +46,11 @@ def spec_of(data):
 
 
 def signature(data) -> Hashable:
-    """Structure, shapes and dtypes of a batch of tensors: what a planned step is for."""
-    structure = tf.nest.map_structure(lambda leaf: "none" if leaf is None else type(leaf).__name__, data)
-    return str(structure), tuple(
+    """Structure, shapes and dtypes of a batch of tensors: what a planned step is for.
+
+    Lists are as good as tuples, which `fit` makes of them.
+    """
+    return _structure(data, lambda leaf: type(leaf).__name__), tuple(
         (leaf.dtype.name, str(leaf.shape), getattr(leaf, "open_shape", ()))
         for leaf in tf.nest.flatten(data)
         if leaf is not None
@@ -62,7 +65,7 @@ def nbytes(data) -> int:
 
 def kind(data) -> Hashable:
     """Structure, dtypes and ranks of a batch, or of a specification of one: all of its signature but the sizes."""
-    return str(tf.nest.map_structure(_kind, data)), tuple(map(len, _shapes(data)))
+    return _structure(data, _dtype), tuple(map(len, _shapes(data)))
 
 
 def shapes_of(spec) -> tuple[tuple, ...]:
@@ -83,7 +86,7 @@ def is_part_of(data, whole_spec) -> bool:
         data: Dense tensors.
         whole_spec: (Nested) tf.TensorSpec with static shapes.
     """
-    if str(tf.nest.map_structure(_kind, data)) != str(tf.nest.map_structure(_kind, whole_spec)):
+    if _structure(data, _dtype) != _structure(whole_spec, _dtype):
         return False
     pairs = list(zip(_shapes(data), _shapes(whole_spec), strict=True))
     if not pairs or any(not part or not whole or part[1:] != whole[1:] for part, whole in pairs):
@@ -131,8 +134,19 @@ def with_rows(input_spec, count: int):
     )
 
 
-def _kind(leaf) -> str:
-    return "none" if leaf is None else leaf.dtype.name
+def _dtype(leaf) -> str:
+    return leaf.dtype.name
+
+
+def _structure(data, name: Callable[[Any], str]) -> Hashable:
+    """A batch with names for its leaves, with tuples for lists, and dictionaries in the order of their keys."""
+    return _ordered(tf.nest.map_structure(lambda leaf: "none" if leaf is None else name(leaf), data))
+
+
+def _ordered(structure) -> Hashable:
+    if isinstance(structure, Mapping):
+        return tuple((key, _ordered(structure[key])) for key in sorted(structure))
+    return tuple(map(_ordered, structure)) if isinstance(structure, list | tuple) else str(structure)
 
 
 def _shapes(data) -> list[tuple]:

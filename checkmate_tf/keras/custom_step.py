@@ -219,7 +219,7 @@ class PlannedFunction:
             if self._strategy is not None:
                 arguments = replicas.as_distributed(arguments, self._strategy)
             return arguments if batch.kind(self._steps.of_one(arguments)) == self._kind else None
-        except (TypeError, ValueError):  # something that is no tensor, or that replicas share unevenly
+        except (TypeError, ValueError):  # something that is no tensor
             return None
 
     def _zeros_of(self, input_spec: tuple) -> tuple:

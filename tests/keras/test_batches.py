@@ -284,3 +284,39 @@ def test_a_larger_batch_is_planned_within_the_budget(options):
                 model.train_on_batch(x[:rows], y[:rows])
     assert len(planned_training(model).steps) == 2
     assert not watch.above(budget_bytes + LARGEST_BYTES)
+
+
+LISTS = ([[1, 2], 3], [3, [4]], {"a": 1, "b": [2]})
+"""Batches as users write them, and below as `fit` hands them on, or with keys in another order."""
+TUPLES = (((1, 2), 3), (3, (4,)), {"b": (2,), "a": 1})
+
+
+@pytest.mark.parametrize(("one", "other"), list(zip(LISTS, TUPLES, strict=True)))
+def test_lists_and_tuples_are_one_signature(one, other):
+    batches = [tf.nest.map_structure(lambda rows: tf.zeros((8, rows)), data) for data in (one, other)]
+    specs = [batch.spec_of(data) for data in batches]
+    assert batch.signature(batches[0]) == batch.signature(batches[1])
+    assert batch.signature(specs[0]) == batch.signature(specs[1])
+    assert batch.kind(batches[0]) == batch.kind(specs[1])
+    assert batch.is_part_of(batch.sliced(batches[0], 0, 4), specs[1])
+
+
+def test_structures_with_other_leaves_or_keys_are_other_signatures():
+    structures = [(1, 2), ((1, 2),), (1, (2,)), {"a": 1, "b": 2}, {"a": 1, "c": 2}, (1, None, 2), (2, 1)]
+    found = {
+        batch.signature(tf.nest.map_structure(lambda rows: rows and tf.zeros((8, rows)), data)) for data in structures
+    }
+    assert len(found) == len(structures)
+
+
+def test_a_specification_of_lists_is_for_the_arrays_of_fit(options):
+    """`fit` makes tuples of them: the plan of the specification never ran, and the report was on that."""
+    inputs = [keras.Input((6,)), keras.Input((6,))]
+    model = compiled(keras.Model(inputs, layers.Dense(10)(layers.Dense(64, "tanh")(layers.Add()(inputs)))))
+    arrays, labels = [np.ones((BATCH, 6))] * 2, np.zeros(BATCH, "int64")
+    dtype = keras.config.floatx()
+    spec = ([tf.TensorSpec((BATCH, 6), dtype)] * 2, tf.TensorSpec((BATCH,), tf.int64))
+    checkmate_tf.compile(model, "1GiB", input_spec=spec, **options)
+    model.fit([array.astype(dtype) for array in arrays], labels, batch_size=BATCH, verbose=0)
+    assert len(planned_training(model).steps) == 1
+    assert checkmate_tf.report(model).measured_peak_bytes is not None
