@@ -57,6 +57,12 @@ def signature(data) -> Hashable:
     )
 
 
+def described(data) -> str:
+    """Shapes and dtypes of the tensors of a batch, or of a specification of one, in words."""
+    leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
+    return ", ".join(f"{leaf.dtype.name} {tuple(leaf.shape)}" for leaf in leaves)
+
+
 def nbytes(data) -> int:
     """Size of a batch, or of a batch like a specification; what has no static shape is not counted."""
     leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]

@@ -143,7 +143,7 @@ class ShapedSteps:
         self._guards.pop(key, None)
 
     def report(self, notes: Iterable[str]) -> Report:
-        """On the planned step that needs most memory, or on why there is none.
+        """On the planned step that needs most memory, of those that have run if any has, or on why there is none.
 
         Args:
             notes: Further sentences for it.
@@ -160,12 +160,23 @@ class ShapedSteps:
             return any(batch.is_part_of(self._specs[key], self._specs[other]) for other in steps)
 
         families = [family for family in self._families.values() if family is not None]
+        have_run = [key for key, step in steps.items() if batches(step)]
+        notes = [*self._differences(have_run, [key for key in steps if key not in have_run]), *notes]
+        steps = {key: steps[key] for key in have_run or steps}
         by_peak = sorted(steps, key=lambda key: steps[key].candidate.peak_bytes, reverse=True)
         largest = steps[next(key for key in by_peak if not is_part(key))]
         report = dataclasses.replace(largest.report(), sizes=[row for one in families for row in one.rows(batches)])
-        of_others = [note for step in steps.values() if step is not largest for note in step.notes]
-        more = dict.fromkeys([*of_others, *(note for one in families for note in one.notes), *notes])
+        others = [step for step in self.of.values() if step not in (None, largest)]
+        more = dict.fromkeys([*(note for one in (*others, *families) for note in one.notes), *notes])
         return report.with_notes(note for note in more if note not in report.notes)
+
+    def _differences(self, have_run: list[Hashable], have_not: list[Hashable]) -> list[str]:
+        """A sentence on how batches differ from those that were described, where these have not come."""
+        described = [spec for spec in map(self._specs.get, have_not) if self._families.get(batch.kind(spec)) is None]
+        if not (have_run and described):
+            return []
+        asked, came = batch.described(described[0]), batch.described(self._specs[have_run[0]])
+        return [f"no batch has come as input_spec describes them ({asked}): those that came are {came}."]
 
     def _planned(self, data: Any) -> AnyStep:
         """A planned step for the signature of a batch."""

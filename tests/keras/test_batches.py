@@ -320,3 +320,18 @@ def test_a_specification_of_lists_is_for_the_arrays_of_fit(options):
     model.fit([array.astype(dtype) for array in arrays], labels, batch_size=BATCH, verbose=0)
     assert len(planned_training(model).steps) == 1
     assert checkmate_tf.report(model).measured_peak_bytes is not None
+
+
+@pytest.mark.parametrize("described", [np.int64, np.int32], ids=["as they come", "of another dtype"])
+def test_a_report_is_on_what_has_run_and_says_where_that_is_not_what_was_described(described, options):
+    model = compiled(keras.Sequential([keras.Input((6,)), layers.Dense(64, "tanh"), layers.Dense(10)]))
+    x, y = np.ones((BATCH, 6), keras.config.floatx()), np.zeros(BATCH, "int64")
+    spec = (tf.TensorSpec(x.shape, x.dtype), tf.TensorSpec(y.shape, described))
+    checkmate_tf.compile(model, "1GiB", input_spec=spec, **options)
+    assert not any("input_spec" in note for note in checkmate_tf.report(model).notes), "none has come yet"
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    report = checkmate_tf.report(model)
+    assert report.measured_peak_bytes is not None
+    said = [note for note in report.notes if "input_spec" in note]
+    assert len(said) == (described is not np.int64)
+    assert all(f"int32 ({BATCH},)): those that came are" in note and f"int64 ({BATCH},)" in note for note in said)
