@@ -129,6 +129,25 @@ def test_where_memory_lies_is_looked_at_again_when_batches_come_from_another_pip
     assert "in other places than before; planned again" in step.notes[-1]
 
 
+def test_each_pipeline_may_have_the_step_planned_again():
+    step, _ = stubbed(None, None, verified=lambda candidate: candidate)
+    lies = iter(range(256, 256 * 40, 256))
+    step._profiled.memory.places = lambda _: [next(lies)]
+    step._profiled.memory.allocator_peak = lambda *_: 101
+    step.candidate.memory = None
+    ready(step)
+    step._has_trained = True
+    step._is_disturbed()
+    for number in range(8):
+        step._lease.pipelines += 1
+        assert step._is_disturbed()
+        ready(step)
+        assert len(step.notes) == number + 1
+        step._neighbours.tried(0)
+        step._is_disturbed()
+    assert step.warning is None
+
+
 def test_where_no_other_plan_is_found_memory_is_divided_again_for_the_last_one():
     step, _ = stubbed(None, None)
     step._has_trained = True

@@ -221,6 +221,7 @@ class PlannedStep:
         crowding_bytes = self._neighbours.crowding_bytes(in_use_bytes)
         may_keep_it = in_use_bytes < self.budget_bytes and self._replanning.may_go_on
         have_moved = self._neighbours.have_moved(self.candidate.memory)
+        counts = True
         if self.warning is not None:
             less_bytes = self._replanning.relieved_bytes(in_use_bytes)
             if not may_keep_it or less_bytes <= self._neighbours.passing_bytes:
@@ -229,10 +230,10 @@ class PlannedStep:
         elif may_keep_it and self.budget_bytes < self._known_bytes + crowding_bytes:
             how = f"{crowding_bytes:,} bytes on the device that they did not hold before"
         elif have_moved and self._takes_too_much():
-            how = "memory on the device in other places than before"
+            how, counts = "memory on the device in other places than before", False  # once for a pipeline
         else:
             return False
-        self._begin_anew(f"others hold {how}", Where.BESIDE_OTHERS)
+        self._begin_anew(f"others hold {how}", Where.BESIDE_OTHERS, counts=counts)
         return True
 
     @property
@@ -448,14 +449,15 @@ class PlannedStep:
             self._tighten(measured_bytes - of_others_bytes)
         self._begin_anew(why, Where.BESIDE_OTHERS if of_others_bytes else Where.AS_MEASURED)
 
-    def _begin_anew(self, why: str, where: Where) -> None:
+    def _begin_anew(self, why: str, where: Where, *, counts: bool = True) -> None:
         """Another plan is sought before the next run, if that was not done often.
 
         Args:
             why: A sentence without its end.
             where: No plan may keep the budget.
+            counts: It is not to be done for ever.
         """
-        if self._replanning.begin(why, where, devices.in_use_bytes(self._profiled.device)):
+        if self._replanning.begin(why, where, devices.in_use_bytes(self._profiled.device), counts=counts):
             self._is_ready = False
             self._trusted_at = None
             self._measured.begin_anew()

@@ -9,7 +9,7 @@ from checkmate_tf.budget import format_bytes
 
 _log = logging.getLogger(__name__)
 
-_MOST = 3  # times that a step is planned again, as each search takes seconds
+_MOST = 3  # times that a step is planned again for what steps take or others hold, as each search takes seconds
 _TRIES = "a smaller batch, or a larger budget"
 _LEFT_BY_ANOTHER = "another step has left memory in which it cannot be divided as it was"
 
@@ -37,40 +37,39 @@ class Replanning:
     Attributes:
         notes: What was told, in order.
         warning: That steps may take more than the budget; None as long as there may be a plan that keeps it.
+        has_begun: The step was planned again.
     """
 
     def __init__(self, budget_bytes: int):
         self._budget_bytes = budget_bytes
-        self._times = 0
+        self._times = 0  # that count
         self._why = ""  # another plan is sought: a sentence without its end
         self._where = Where.AS_MEASURED
         self._gave_up_bytes = 0  # in use when no plan was found
         self.notes: list[str] = []
         self.warning: str | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the step was planned again."""
-        return self._times > 0
+        self.has_begun = False
 
     @property
     def may_go_on(self) -> bool:
         """Whether it may be once more."""
         return self._times < _MOST
 
-    def begin(self, why: str, where: Where, in_use_bytes: int) -> bool:
+    def begin(self, why: str, where: Where, in_use_bytes: int, *, counts: bool) -> bool:
         """Another plan is needed; whether one is sought.
 
         Args:
             why: A sentence without its end.
             where: No plan may keep the budget.
             in_use_bytes: On the device.
+            counts: It is not to be done for ever.
         """
         self._why, self._where, self.warning = why, where, None
-        if not self.may_go_on:
+        if counts and not self.may_go_on:
             self.give_up(in_use_bytes)
             return False
-        self._times += 1
+        self._times += counts
+        self.has_begun = True
         return True
 
     def look_again(self) -> None:
