@@ -19,6 +19,11 @@ from checkmate_tf.lowering import xla
 from checkmate_tf.reports.report import Report
 from checkmate_tf.step.pipeline import Settings
 
+_REDUCED = (
+    "a step of several replicas must return what strategy.run returns: reduce it outside of the step, as "
+    "strategy.reduce(..., planned_step(batch), axis=None)."
+)
+
 
 class FunctionSteps(ShapedSteps):
     """Plans a function for each signature of its arguments.
@@ -95,6 +100,7 @@ class PlannedFunction:
         self._plain = step if _is_tf_function(step) else _as_tf_function(step)
         self._python = getattr(step, "python_function", step)
         self._unplanned = Unplanned(f"step {_name(self._python)!r}", settings.on_unplanned)
+        self._is_reduced = False  # the step of several replicas returns something else than they do
         self._result = None  # what the step returned when it was traced: the structure of its results
         has_xla = _is_tf_function(step) and is_jit_compiled(step)
         self._strategy = replicas.entered()
@@ -166,6 +172,8 @@ class PlannedFunction:
             if is_range:
                 self._steps.plan_smaller(input_spec)
         except StepError as error:
+            if self._is_reduced:
+                raise ModelError(_REDUCED) from None
             raise ModelError(
                 "the step does not run on arguments like input_spec, a tuple with one entry per positional argument. "
                 f"TensorFlow says: {error.__cause__}"
@@ -196,10 +204,8 @@ class PlannedFunction:
         if self._strategy is None:
             return [tf.convert_to_tensor(leaf) for leaf in leaves]
         if not all(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
-            raise ModelError(
-                "a step of several replicas must return what strategy.run returns: reduce it outside of the step, as "
-                "strategy.reduce(..., planned_step(batch), axis=None)."
-            )
+            self._is_reduced = True
+            raise ModelError(_REDUCED)  # in which TensorFlow puts the places where it was
         return leaves
 
     def _pack(self, results: list):

@@ -239,6 +239,7 @@ class TriedStep:
             unforeseen = round(self.unforeseen * (everything.peak_bytes - self._base_bytes))
         left_s = self._settings.time_limit_s  # for searches: what building programs takes is not in it
         best: tuple[EvaluatedPlan, Callable[[Any], Any]] | None = None
+        needs: list[int] = []  # of the programs that were tried
         is_smallest = False
         for _ in range(_MOST_PROGRAMS):
             began_s = time.perf_counter()
@@ -254,6 +255,7 @@ class TriedStep:
             if peak is None:
                 unforeseen += round(_OUT_OF_MEMORY * self.budget_bytes)
                 continue
+            needs.append(peak)
             if peak <= self.budget_bytes:
                 if best is None or found.time_s < best[0].time_s:
                     best = self.candidate, self._program
@@ -262,7 +264,7 @@ class TriedStep:
                 break
             unforeseen = peak - found.peak_bytes + round(_TIGHTER * self.budget_bytes)
         if best is None:
-            raise self._not_found(planner, unforeseen)
+            raise self._not_found(planner, unforeseen, needs)
         self.candidate, self._program = best
         if self.is_steady:
             del self._planner
@@ -280,7 +282,7 @@ class TriedStep:
         self._make_room(smallest.peak_bytes - self._base_bytes + _MORE_ROOM_BYTES)
         peak_bytes = self._tried(smallest, data)
         if peak_bytes is None:
-            raise self._not_found(self._planner, 0)
+            raise self._not_found(self._planner, 0, [])
         return dataclasses.replace(smallest, peak_bytes=round(MINIMUM_MARGIN * peak_bytes))
 
     def _new_planner(self, data: Any) -> Planner:
@@ -381,18 +383,18 @@ class TriedStep:
         for traced, device in list(zip(self._traced, self._devices, strict=True))[:: self._sharing]:
             make_room(device, self._sharing * nbytes, traced.interface.variables)
 
-    def _not_found(self, planner: Planner, unforeseen: int) -> NoScheduleFound:
+    def _not_found(self, planner: Planner, unforeseen: int, needs: Sequence[int]) -> NoScheduleFound:
         """The error for a budget that no program kept.
 
         Args:
             planner: Of the step.
             unforeseen: What programs are taken to need beyond the tensors of their plans.
+            needs: Budgets of those that were tried.
         """
-        tried = [peak for peak in self._trial_peaks if peak is not None]
         smallest = planner.smallest_seen()
-        best = min(tried, default=None if smallest is None else smallest.peak_bytes + unforeseen)
+        best = min(needs, default=None if smallest is None else smallest.peak_bytes + unforeseen)
         said = f"no plan was found {self.kept_by} {format_budget(self.budget_bytes)}."
-        known = f" The smallest found takes {format_budget(best)}." if best else ""
+        known = f" The smallest budget found is {format_budget(best)}." if best else ""
         return NoScheduleFound(f"{said}{known} {self.hint}", best_peak_bytes=best)
 
     def _phase(self, name: str) -> Phase:

@@ -137,6 +137,13 @@ def refused() -> dict:
             **options,
         ),
     )
+    keras.config.set_dtype_policy("mixed_float16")
+    with strategy.scope():
+        scaled = convolutions()
+        scaled.compile("sgd", "sparse_categorical_crossentropy")
+    keras.config.set_dtype_policy("float64")
+    note("loss scale", lambda: checkmate_tf.compile(scaled, "1GiB", input_spec=spec, on_unplanned="raise", **options))
+    note("labels of each token", lambda: unevenly(strategy))
     note("microbatches", lambda: checkmate_tf.compile(model, "1GiB", input_spec=spec, microbatches=2, **options))
     for what, of in (("own number", Unlike), ("own branch", UnlikeInBranch)):
         with strategy.scope():
@@ -151,6 +158,17 @@ def refused() -> dict:
         model.compile("sgd", "sparse_categorical_crossentropy")
     note("strategy", lambda: checkmate_tf.compile(model, "1GiB", on_unplanned="raise", **options))
     return said
+
+
+def unevenly(strategy: tf.distribute.Strategy) -> None:
+    """Trains on labels whose shapes an assertion compares, where those of the replicas differ."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((SIZE, 3)), layers.Dense(10)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    checkmate_tf.compile(model, "1GiB", on_unplanned="raise", time_limit_s=2.0, verbose=False)
+    rows = 2 * REPLICAS + 1
+    data = tf.data.Dataset.from_tensor_slices((np.zeros((rows, SIZE, 3)), np.zeros((rows, SIZE), "int64")))
+    model.fit(data.batch(2 * REPLICAS), verbose=0)  # of the last row one replica gets none
 
 
 def smallest() -> dict:
