@@ -80,13 +80,13 @@ def of_one(data: Any) -> Any:
     found = [
         tf.nest.map_structure(lambda leaf, k=k: None if leaf is None else leaf.values[k], data) for k in range(count)
     ]
+    if len(set(map(batch.signature, found))) == 1 and batch.is_dense(found[0]):
+        return found[0]
     if not all(map(batch.is_dense, found)) or len(set(map(batch.kind, found))) > 1:
         raise BatchError(
             "a batch of ragged or sparse tensors, or of tensors with other numbers of dimensions on each replica, is "
             "not planned: make it dense before the model."
         )
-    if len(set(map(batch.signature, found))) == 1:
-        return found[0]
     return tf.nest.map_structure(lambda leaf: None if leaf is None else _most(leaf.values), data)
 
 

@@ -248,7 +248,8 @@ class _Replica:
             BatchError: It does not compute what the first one does.
         """
         own = first.counterparts(self)
-        handles = {name: self._captures[other] for name, other in own.items() if other in self._captures}
+        handles = {name: handle for name, handle in first._captures.items() if not first._is_variable(name)}  # of all
+        handles |= {name: self._captures[other] for name, other in own.items() if other in self._captures}
         if not interface.variable_of.keys() <= handles.keys():
             raise BatchError(_FOR_ALL)
         variable_of = {name: self._variables[id(handles[name])] for name in interface.variable_of}
@@ -338,8 +339,7 @@ def joined(graph_def: graph_pb2.GraphDef, devices: Sequence[str], turns: Sequenc
     every = max(1, len(meetings) // _MEETINGS)
     for before, turn in meetings[::every]:
         for one, other in itertools.permutations(range(len(devices)), 2):
-            for enter in turn.enters:
-                nodes[named(enter, one)].input.extend("^" + named(name, other) for name in before.leaves)
+            nodes[named(turn.enters[0], one)].input.extend("^" + named(name, other) for name in before.leaves)
     return whole
 
 

@@ -73,8 +73,7 @@ class TriedStep:
         self._settings = settings
         self.phases_s: dict[str, float] = {}
         self._trial_peaks: list[int | None] = []
-        self._peaks: list[int] = []
-        self._device_peaks: dict[str, int] = {}
+        self._peaks: list[list[int]] = []  # of each device, in each run
         self._seconds: list[float] = []
         self.notes: list[str] = []
         with self._phase("trace"):
@@ -179,10 +178,7 @@ class TriedStep:
         if len(self._peaks) < self._MEASURED_RUNS:
             self._wait()
             self._seconds.append(time.perf_counter() - began_s)
-            self._peaks.append(self._most(devices.peak_bytes))
-            for device in self._devices:
-                peak_bytes = devices.peak_bytes(device) // self._sharing
-                self._device_peaks[device] = max(peak_bytes, self._device_peaks.get(device, 0))
+            self._peaks.append([devices.peak_bytes(device) // self._sharing for device in self._devices])
         self._is_over = self._most(devices.peak_bytes) > self.budget_bytes
         return results
 
@@ -192,14 +188,13 @@ class TriedStep:
         if self.is_steady or self._replans == self._MOST_REPLANS:
             return
         self._replans += 1
-        taken = max(self._peaks)
+        taken = max(map(max, self._peaks))
         self.notes.append(
             f"a step took {taken:,} bytes, {taken - self.budget_bytes:,} above its budget; planned again."
         )
         foreseen = self._base_bytes + self.candidate.memory.peak_bytes
         self._unforeseen_bytes = taken - foreseen + round(_TIGHTER * self.budget_bytes)
         self._peaks.clear()
-        self._device_peaks.clear()
         self._seconds.clear()
         try:
             self.plan(data)
@@ -213,13 +208,14 @@ class TriedStep:
     def report(self) -> Report:
         """What was promised and what was measured."""
         seconds = self._seconds[1:] or self._seconds
+        of_devices = {device: max(peaks) for device, *peaks in zip(self._devices, *self._peaks, strict=True) if peaks}
         return describe.report(
             self.candidate,
             self._base_bytes,
             strategy=self._settings.strategy,
             budget_bytes=self.budget_bytes,
-            measured_peak_bytes=max(self._peaks, default=None),
-            device_peaks_bytes=self._device_peaks if len(self._devices) > 1 else {},
+            measured_peak_bytes=max(map(max, self._peaks), default=None),
+            device_peaks_bytes=of_devices if len(of_devices) > 1 else {},
             trial_peaks_bytes=self._trial_peaks,
             measured_step_s=statistics.median(seconds) if seconds else None,
             phases_s=self.phases_s,
@@ -391,8 +387,9 @@ class TriedStep:
             unforeseen: What programs are taken to need beyond the tensors of their plans.
             needs: Budgets of those that were tried.
         """
-        smallest = planner.smallest_seen()
-        best = min(needs, default=None if smallest is None else smallest.peak_bytes + unforeseen)
+        best = min(needs, default=None)
+        if best is None and (smallest := planner.smallest_seen()) is not None:
+            best = smallest.peak_bytes + unforeseen
         said = f"no plan was found {self.kept_by} {format_budget(self.budget_bytes)}."
         known = f" The smallest budget found is {format_budget(best)}." if best else ""
         return NoScheduleFound(f"{said}{known} {self.hint}", best_peak_bytes=best)

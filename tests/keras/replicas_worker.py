@@ -162,10 +162,16 @@ def refused() -> dict:
 
 
 def unevenly(strategy: tf.distribute.Strategy) -> None:
-    """Trains on labels whose shapes an assertion compares, where those of the replicas differ."""
+    """Trains on labels whose shapes an assertion compares, where those of the replicas differ; with a tensor of all."""
+    weights = tf.linspace(tf.constant(1.0, tf.float64), 2.0, 10)
+
+    def loss(labels, logits):
+        found = keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+        return found * tf.gather(weights, tf.cast(labels, tf.int32))
+
     with strategy.scope():
         model = keras.Sequential([keras.Input((SIZE, 3)), layers.Dense(10)])
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.compile("sgd", loss)
     checkmate_tf.compile(model, "1GiB", on_unplanned="raise", time_limit_s=2.0, verbose=False)
     rows = 2 * REPLICAS + 1
     data = tf.data.Dataset.from_tensor_slices((np.zeros((rows, SIZE, 3)), np.zeros((rows, SIZE), "int64")))
